@@ -1,0 +1,2 @@
+"""phasesync."""
+__version__ = "0.1.0"
