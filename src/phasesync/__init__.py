@@ -1,2 +1,3 @@
 """phasesync."""
+
 __version__ = "0.1.0"

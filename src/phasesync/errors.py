@@ -16,10 +16,13 @@
     └── EpochFailed          the training loop: what to do next is in its fields
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from __future__ import annotations
 
-from phasesync.core.model import Broken, FenceKey, Rank, RootCause
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from phasesync.core.model import Broken, FenceKey, Rank, RootCause
 
 __all__ = (
     "EngineError",
@@ -155,7 +158,7 @@ class EpochFailed(PhasesyncError):
     poisoned: tuple[str, ...] = ()
     late: tuple[RootCause, ...] = field(default=())
 
-    EXIT_CODE = 75  # EX_TEMPFAIL: a supervisor may start the rank again
+    EXIT_CODE: ClassVar[int] = 75  # EX_TEMPFAIL: a supervisor may start the rank again
 
     def __post_init__(self) -> None:
         super().__init__(str(self))

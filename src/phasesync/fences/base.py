@@ -1,0 +1,54 @@
+"""What every fence transport promises.
+
+Arrivals count once; an open fence stays open and a broken one broken; nobody passes unless
+all members arrived in agreement, and no two ranks see different verdicts. The runtime and
+the conformance suite know transports by this interface alone.
+"""
+
+import typing
+
+from phasesync.core.model import Arrival, Broken, FenceCall, Opened, Rank, RootCause
+
+__all__ = ("FenceTransport",)
+
+
+class FenceTransport(typing.Protocol):
+    """One rank's connection to the fences of a run."""
+
+    async def connect(self) -> None:
+        """Be ready to arrive; done once, before the first fence.
+
+        Raises:
+            StoreLost: nothing answers at the other end.
+        """
+
+    async def arrive(self, call: FenceCall, arrival: Arrival) -> Opened:
+        """Report `arrival`, then wait until the fence opens; `call.deadline_s` counts from here.
+
+        A failed arrival breaks the fence at once. Cancelling the wait breaks it too, as
+        `cancelled`: nobody leaves a fence in silence.
+
+        Raises:
+            FenceBroken: it broke; every member gets the same verdict.
+            StaleArrival: it was decided without this arrival.
+            StoreLost: the transport no longer answers.
+        """
+
+    async def fail(self, call: FenceCall, arrival: Arrival) -> Broken | Opened:
+        """Report a failed `arrival` without waiting; the verdict that the fence now has."""
+
+    async def watch(self, call: FenceCall) -> Broken | Opened:
+        """Wait, without arriving, for the verdict of a fence; cancel to stop watching."""
+
+    async def missing(self, call: FenceCall) -> tuple[Rank, ...]:
+        """The members that have not arrived, at once."""
+
+    async def report_lost(self, cause: RootCause, *, incarnation: int) -> None:
+        """Say that the ranks of `cause` are gone, on behalf of whoever watches processes.
+
+        Every fence, present or to come, of which one of them is a member and at which that
+        incarnation has not arrived breaks at once with this cause.
+        """
+
+    async def close(self) -> None:
+        """Leave no thread, socket, task or key behind; other ranks are not disturbed."""
