@@ -95,7 +95,7 @@ class RootCause:
     """Why a fence broke, the same on every rank.
 
     `kind` is one of `failed` (an action raised), `evidence` (a precondition was not met),
-    `digest` (ranks hold different plans), `deadline` (somebody never came), `dead` (a rank's process
+    `digest` (ranks hold different plans), `deadline` (somebody never came), `dead` (a process
     is gone), `restarted` (a newer incarnation took over), `duplicate`, `cancelled`, `store_lost`.
     """
 

@@ -1,0 +1,724 @@
+"""The verbs: what may happen next, and what the system is after it.
+
+Checker, runtime and auditor all ask here. None may have a second opinion. Three small tables hold
+everything: what a rank may do (`_MOVES`), what an action does to memory (`_EFFECTS`) and what an
+action wants of memory (`_WANTS`). The runtime walks one rank's state, the checker the whole system,
+the auditor whatever was logged; all three look up the same rows.
+
+The kernel knows epochs and versions, never seconds, files, sockets or torch.
+"""
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum, StrEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+from phasesync.core.plan import STOPPED, Act, Plan, Step, Touch, Wait
+from phasesync.core.protocol import Row, Verb
+from phasesync.errors import Refused
+
+__all__ = (
+    "KEEPS",
+    "NONE",
+    "NO_FAULTS",
+    "PARTIAL",
+    "SHARED",
+    "EngineState",
+    "Event",
+    "Faults",
+    "FenceState",
+    "Kind",
+    "Mapped",
+    "Moment",
+    "RankState",
+    "Stage",
+    "Status",
+    "System",
+    "Verdict",
+    "advance",
+    "apply",
+    "cell",
+    "content_of",
+    "enabled",
+    "fences_left",
+    "initial",
+    "input_lost",
+    "mapped_of",
+    "next_step",
+    "program",
+    "refusal",
+    "rows",
+    "step",
+)
+
+
+class Status(IntEnum):
+    """Where a rank stands within its step."""
+
+    READY = 0
+    ACTING = 1
+    WAITING = 2
+    STOPPED = 3  # its own action failed
+    ABORTED = 4  # it learned that somebody else's did
+    DEAD = 5
+    DEAD_ACTING = 6  # dead, and the call it had made to the engine is still under way
+    FINISHED = 7
+    HUNG = 8
+
+
+class Stage(IntEnum):
+    """The epoch's own steps, or the recovery after it."""
+
+    EPOCH = 0
+    RECOVER = 1
+
+
+class Kind(StrEnum):
+    """What may happen to a rank, or to a fence."""
+
+    START = "start"
+    END = "end"
+    FAIL = "fail"
+    ARRIVE = "arrive"
+    REFUSE = "refuse"  # arrive as failed: a precondition of the fence was not met
+    PASS = "pass"
+    ABORT = "abort"
+    RECOVER = "recover"
+    BEGIN = "begin"
+    CRASH = "crash"
+    LAND = "land"  # a dead leader's call reaches its end on the engine
+    NOTICE = "notice"  # somebody tells that a rank is dead
+    HANG = "hang"
+    DEADLINE = "deadline"
+
+
+class Mapped(IntEnum):
+    """Whether memory is mapped; `unknown` and `lost` count as mapped for `never`."""
+
+    NO = 0
+    YES = 1
+    UNKNOWN = 2
+    LOST = 3
+
+
+class Moment(StrEnum):
+    """When in an action's life an effect falls."""
+
+    START = "start"
+    END = "end"
+    FAIL = "fail"
+    SYNC = "sync"  # the device was synchronised: what was enqueued has happened
+
+
+class Verdict(IntEnum):
+    """What was decided of a fence instance, once."""
+
+    SHUT = 0
+    OPEN = 1
+    BROKEN = 2
+
+
+NONE = -1
+PARTIAL = -2
+KEEPS = -3
+_VERSION = -4
+
+#: Verbs that may be in progress together on one cell: all of them leave it as it is for others.
+SHARED = frozenset((Verb.NEEDS, Verb.USES, Verb.FILLS))
+
+
+class Event(NamedTuple):
+    """Something that happens: `rank` counts in `Plan.members`, `name` is a phase or fence."""
+
+    kind: Kind
+    rank: int
+    name: str
+
+
+class RankState(NamedTuple):
+    """Where a rank stands. `pending` are cells whose release the device has yet to perform."""
+
+    status: Status = Status.READY
+    epoch: int = 1
+    stage: Stage = Stage.EPOCH
+    at: int = 0
+    pending: tuple[int, ...] = ()
+    incarnation: int = 0
+
+
+class FenceState(NamedTuple):
+    """One fence instance: arrivals are bits, one a rank; the first verdict stays."""
+
+    epoch: int
+    stage: Stage
+    scope: int
+    fence: str
+    arrived: int = 0
+    verdict: Verdict = Verdict.SHUT
+
+
+class EngineState(NamedTuple):
+    """A passive role's instance: calls below the floor are refused; `poisoned` never serves."""
+
+    floor: int = 0
+    poisoned: bool = False
+
+
+class System(NamedTuple):
+    """The state of all ranks, all memory, all fences and all engines, and the faults so far."""
+
+    ranks: tuple[RankState, ...]
+    cells: tuple[int, ...]
+    fences: tuple[FenceState, ...] = ()
+    engines: tuple[EngineState, ...] = ()
+    faults: int = 0
+
+
+class Faults(NamedTuple):
+    """Which faults may happen, how many in all, and whether deadlines and notices are on."""
+
+    most: int = 0
+    crash: bool = False
+    fail: bool = False
+    hang: bool = False
+    deadlines: bool = False
+    notices: bool = True
+    aborts: bool = True
+
+
+# ----------------------------------------------------------------------------- memory cells
+
+
+def cell(mapped: Mapped, content: int = NONE) -> int:
+    """A memory cell as one number."""
+    return mapped | (content + 2) << 2
+
+
+def mapped_of(value: int) -> Mapped:
+    """Whether the cell is mapped."""
+    return Mapped(value & 3)
+
+
+def content_of(value: int) -> int:
+    """The cell's content: NONE, PARTIAL or a weight version."""
+    return (value >> 2) - 2
+
+
+_EFFECTS: dict[tuple[Verb, Moment], tuple[int, int]] = {
+    (Verb.ACQUIRES, Moment.START): (Mapped.UNKNOWN, KEEPS),
+    (Verb.ACQUIRES, Moment.END): (Mapped.YES, NONE),
+    (Verb.ACQUIRES, Moment.FAIL): (Mapped.UNKNOWN, NONE),
+    (Verb.RELEASES, Moment.START): (Mapped.UNKNOWN, KEEPS),
+    (Verb.RELEASES, Moment.END): (Mapped.NO, NONE),
+    (Verb.RELEASES, Moment.FAIL): (Mapped.UNKNOWN, NONE),
+    (Verb.RELEASES, Moment.SYNC): (Mapped.NO, NONE),
+    (Verb.WRITES, Moment.START): (KEEPS, PARTIAL),
+    (Verb.WRITES, Moment.END): (KEEPS, _VERSION),
+    (Verb.WRITES, Moment.FAIL): (KEEPS, PARTIAL),
+    (Verb.FILLS, Moment.START): (KEEPS, _VERSION),
+    (Verb.FILLS, Moment.END): (KEEPS, _VERSION),
+    (Verb.FILLS, Moment.FAIL): (KEEPS, _VERSION),
+    (Verb.DISCARDS, Moment.START): (KEEPS, PARTIAL),
+    (Verb.DISCARDS, Moment.END): (KEEPS, NONE),
+    (Verb.DISCARDS, Moment.FAIL): (KEEPS, PARTIAL),
+}
+
+
+def apply(plan: Plan, value: int, touch: Touch, moment: Moment, version: int) -> int:
+    """The cell after `touch` at `moment` of an action that works on weight `version`."""
+    if touch.verb is Verb.ENSURES:
+        return _ensured(plan, value, touch, moment)
+    row = _EFFECTS.get((touch.verb, moment))
+    if row is None:
+        return value
+    mapped, content = row
+    if content == _VERSION:
+        content = version
+    if content != KEEPS and not plan.content[touch.cell]:
+        content = NONE
+    return cell(
+        mapped_of(value) if mapped == KEEPS else Mapped(mapped),
+        content_of(value) if content == KEEPS else content,
+    )
+
+
+def _ensured(plan: Plan, value: int, touch: Touch, moment: Moment) -> int:
+    """Recovery puts a cell back to `start:`; what is there stays, what failed is unknown."""
+    goal = Mapped.YES if plan.start[touch.cell] else Mapped.NO
+    if mapped_of(value) is goal:
+        return value
+    if moment is Moment.END:
+        content = PARTIAL if plan.content[touch.cell] and goal is Mapped.YES else NONE
+        return cell(goal, content)
+    return cell(Mapped.UNKNOWN, content_of(value))
+
+
+# ------------------------------------------------------------------------------- one rank
+
+_MOVES: dict[tuple[Status, Kind], Status] = {
+    (Status.READY, Kind.START): Status.ACTING,
+    (Status.ACTING, Kind.END): Status.READY,
+    (Status.ACTING, Kind.FAIL): Status.STOPPED,
+    (Status.READY, Kind.ARRIVE): Status.WAITING,
+    (Status.READY, Kind.REFUSE): Status.STOPPED,
+    (Status.WAITING, Kind.PASS): Status.READY,
+    (Status.READY, Kind.ABORT): Status.ABORTED,
+    (Status.WAITING, Kind.ABORT): Status.ABORTED,
+    (Status.STOPPED, Kind.RECOVER): Status.READY,
+    (Status.ABORTED, Kind.RECOVER): Status.READY,
+    (Status.FINISHED, Kind.BEGIN): Status.READY,
+}
+_ON_ACT = frozenset((Kind.START, Kind.END, Kind.FAIL))
+_ON_WAIT = frozenset((Kind.ARRIVE, Kind.REFUSE, Kind.PASS))
+
+
+def program(plan: Plan, rank: int, stage: Stage) -> tuple[Step, ...]:
+    """The steps of a rank, of the epoch or of the recovery after it."""
+    return plan.programs[rank] if stage is Stage.EPOCH else plan.recover[rank]
+
+
+def next_step(plan: Plan, rank: int, state: RankState) -> Step | None:
+    """The step that the rank stands before or in; None at the end."""
+    steps = program(plan, rank, state.stage)
+    return steps[state.at] if state.at < len(steps) else None
+
+
+def refusal(plan: Plan, rank: int, state: RankState, kind: Kind, name: str) -> str | None:
+    """Why this rank may not do this where it stands, or None if it may.
+
+    Only the rank's own position is judged here; whether a fence is open is the fence's to say, and
+    passing one takes its ticket.
+    """
+    who = plan.members[rank]
+    if (state.status, kind) not in _MOVES:
+        return (
+            f"{who} cannot {kind} {name!r}: it is {state.status.name.lower().replace('_', ' ')}"
+            f"{_where(plan, rank, state)}"
+        )
+    if kind in (Kind.ABORT, Kind.RECOVER, Kind.BEGIN):
+        return None
+    here = next_step(plan, rank, state)
+    match here:
+        case None:
+            return f"{who} cannot {kind} {name!r}: epoch {state.epoch} is over for it"
+        case Act(phase=phase) if kind in _ON_ACT and phase == name:
+            return None
+        case Wait(fence=fence) if kind in _ON_WAIT and fence == name:
+            return None
+        case Act(phase=phase):
+            return f"{who} cannot {kind} {name!r} yet; next is phase {phase!r}"
+        case Wait(fence=fence):
+            return f"{who} cannot {kind} {name!r} yet; next is fence {fence!r}"
+
+
+def advance(plan: Plan, rank: int, state: RankState, kind: Kind, name: str) -> RankState:
+    """The rank after it did this.
+
+    Raises:
+        Refused: it may not, where it stands.
+    """
+    if (reason := refusal(plan, rank, state, kind, name)) is not None:
+        raise Refused(reason)
+    return _advanced(plan, rank, state, kind)
+
+
+def _advanced(plan: Plan, rank: int, state: RankState, kind: Kind) -> RankState:
+    status = _MOVES[state.status, kind]
+    match kind:
+        case Kind.END:
+            act = program(plan, rank, state.stage)[state.at]
+            assert isinstance(act, Act)
+            pending = state.pending
+            if act.enqueued:
+                cells = (touch.cell for touch in act.touches if touch.verb is Verb.RELEASES)
+                pending = tuple(sorted({*pending, *cells}))
+            return _at(plan, rank, state._replace(status=status, pending=pending), state.at + 1)
+        case Kind.ARRIVE:
+            wait = program(plan, rank, state.stage)[state.at]
+            assert isinstance(wait, Wait)
+            synced = "device_synchronised" in wait.established
+            return state._replace(status=status, pending=() if synced else state.pending)
+        case Kind.PASS:
+            return _at(plan, rank, state._replace(status=status), state.at + 1)
+        case Kind.RECOVER:
+            return state._replace(status=status, stage=Stage.RECOVER, at=0)
+        case Kind.BEGIN:
+            return RankState(Status.READY, state.epoch + 1, incarnation=state.incarnation)
+        case _:
+            return state._replace(status=status)
+
+
+def _at(plan: Plan, rank: int, state: RankState, at: int) -> RankState:
+    if at < len(program(plan, rank, state.stage)):
+        return state._replace(at=at)
+    return state._replace(at=at, status=Status.FINISHED)
+
+
+def _where(plan: Plan, rank: int, state: RankState) -> str:
+    match next_step(plan, rank, state):
+        case Act(phase=phase):
+            return f" at phase {phase!r}"
+        case Wait(fence=fence):
+            return f" at fence {fence!r}"
+        case None:
+            return ""
+
+
+def fences_left(plan: Plan, rank: int, state: RankState) -> tuple[Wait, ...]:
+    """The fences of this stage that the rank has not passed, in order."""
+    return tuple(
+        step for step in program(plan, rank, state.stage)[state.at :] if isinstance(step, Wait)
+    )
+
+
+@lru_cache(maxsize=4096)
+def rows(plan_steps: tuple[Step, ...], role: str) -> tuple[Row, ...]:
+    """The steps of one rank as a transition table, for whoever executes it."""
+    table: list[Row] = []
+    source = "ready"
+    for item in plan_steps:
+        match item:
+            case Act(phase=name):
+                table.append(Row(role, source, f"start {name}", f"in {name}"))  # type: ignore[arg-type]
+                table.append(Row(role, f"in {name}", f"end {name}", f"after {name}"))  # type: ignore[arg-type]
+            case Wait(fence=name):
+                table.append(Row(role, source, f"arrive {name}", f"at {name}"))  # type: ignore[arg-type]
+                table.append(Row(role, f"at {name}", f"pass {name}", f"after {name}", name))  # type: ignore[arg-type]
+        source = f"after {name}"
+    return tuple(table)
+
+
+# ------------------------------------------------------------------------------ the system
+
+
+def initial(plan: Plan) -> System:
+    """All ranks before the first epoch, memory as `start:` says."""
+    return System(
+        ranks=tuple(RankState() for _ in plan.members),
+        cells=tuple(
+            cell(Mapped.YES if start else Mapped.NO, 0 if start and content else NONE)
+            for start, content in zip(plan.start, plan.content, strict=True)
+        ),
+        engines=tuple(EngineState() for _ in plan.engines),
+    )
+
+
+NO_FAULTS = Faults()
+
+
+def enabled(
+    plan: Plan, system: System, faults: Faults = NO_FAULTS, epochs: int = 2
+) -> Iterator[Event]:
+    """Everything that may happen next, in a fixed order."""
+    may_fault = system.faults < faults.most
+    for rank, state in enumerate(system.ranks):
+        status = state.status
+        if status is Status.FINISHED:
+            if _may_begin(system, state, epochs):
+                yield Event(Kind.BEGIN, rank, "")
+            continue
+        here = next_step(plan, rank, state)
+        match here:
+            case Act(phase=name):
+                if status is Status.READY:
+                    yield Event(Kind.START, rank, name)
+                elif status is Status.ACTING:
+                    lost = input_lost(system.cells, here)
+                    if not lost:
+                        yield Event(Kind.END, rank, name)
+                    if lost or (may_fault and faults.fail and not here.outside):
+                        yield Event(Kind.FAIL, rank, name)
+                    if may_fault and faults.hang:
+                        yield Event(Kind.HANG, rank, name)
+                elif status is Status.DEAD_ACTING:
+                    yield Event(Kind.LAND, rank, name)
+            case Wait(fence=name):
+                if status is Status.READY:
+                    yield Event(Kind.ARRIVE, rank, name)
+                elif status is Status.WAITING:
+                    found = _find(system, state, here)
+                    if found.verdict is Verdict.OPEN:
+                        yield Event(Kind.PASS, rank, name)
+                    if faults.deadlines and found.verdict is Verdict.SHUT:
+                        yield Event(Kind.DEADLINE, rank, name)
+            case None:
+                pass
+        if faults.aborts and status in (Status.READY, Status.WAITING):
+            left = fences_left(plan, rank, state)
+            if (
+                left
+                and _heard(plan, rank, state, left)
+                and (_find(system, state, left[0]).verdict is Verdict.BROKEN)
+            ):
+                yield Event(Kind.ABORT, rank, left[0].fence)
+        stopped = status in (Status.STOPPED, Status.ABORTED)
+        if stopped and state.stage is Stage.EPOCH and plan.recover[rank]:
+            yield Event(Kind.RECOVER, rank, "")
+        if status in (Status.DEAD, Status.DEAD_ACTING):
+            if faults.notices and _unnoticed(plan, system, rank):
+                yield Event(Kind.NOTICE, rank, "")
+        elif may_fault and faults.crash:
+            yield Event(Kind.CRASH, rank, "")
+
+
+def _may_begin(system: System, state: RankState, epochs: int) -> bool:
+    """Whether another epoch follows: after a recovery, not before every dead rank is replaced."""
+    if state.epoch >= epochs:
+        return False
+    return state.stage is Stage.EPOCH or all(other.status not in _GONE for other in system.ranks)
+
+
+def _heard(plan: Plan, rank: int, state: RankState, left: tuple[Wait, ...]) -> bool:
+    """Whether a break of the next fence stops the rank at once.
+
+    The break of an epoch's last fence is learned there, not before: whoever is not in the scope
+    of the failure finishes what is legal for it.
+    """
+    return len(left) > 1 or state.stage is Stage.RECOVER or state.status is Status.WAITING
+
+
+def step(plan: Plan, system: System, event: Event) -> System:
+    """The system after `event`.
+
+    Raises:
+        Refused: the protocol does not allow it now.
+    """
+    kind, rank, name = event
+    state = system.ranks[rank]
+    special = _SPECIAL.get(kind)
+    if special is not None:
+        return special(plan, system, rank)
+    if (reason := refusal(plan, rank, state, kind, name)) is not None:
+        raise Refused(reason)
+    here = next_step(plan, rank, state)
+    after = _advanced(plan, rank, state, kind)
+    cells, fences, engines, faults = system.cells, system.fences, system.engines, system.faults
+    match kind:
+        case Kind.START | Kind.END | Kind.FAIL:
+            assert isinstance(here, Act)
+            cells = _touched(plan, cells, here, Moment(kind), state.epoch)
+            if kind is Kind.FAIL:
+                fences = _fail_rest(plan, system.fences, rank, state)
+                faults += not input_lost(system.cells, here)
+        case Kind.ARRIVE:
+            assert isinstance(here, Wait)
+            if "device_synchronised" in here.established:
+                cells = _synchronised(plan, cells, state.pending)
+            fences = _arrive(plan, system, rank, state, here)
+        case Kind.REFUSE:
+            fences = _fail_rest(plan, system.fences, rank, state)
+        case Kind.PASS:
+            assert isinstance(here, Wait)
+            if _find(system, state, here).verdict is not Verdict.OPEN:
+                raise Refused(f"{plan.members[rank]} cannot pass {name!r}: the fence is not open")
+        case Kind.ABORT:
+            fences = _fail_rest(plan, system.fences, rank, state)
+        case _:
+            pass
+    ranks = (*system.ranks[:rank], after, *system.ranks[rank + 1 :])
+    return System(ranks, cells, _kept(plan, ranks, fences), engines, faults)
+
+
+INPUTS = frozenset((Verb.NEEDS, Verb.USES, Verb.WRITES, Verb.FILLS, Verb.DISCARDS))
+
+
+def input_lost(cells: Sequence[int], act: Act) -> bool:
+    """Whether a crash took what the action works on: then it fails, and nobody broke a rule."""
+    return any(
+        touch.verb in INPUTS and cells[touch.cell] & 3 == Mapped.LOST for touch in act.touches
+    )
+
+
+def _touched(
+    plan: Plan, cells: tuple[int, ...], act: Act, moment: Moment, version: int
+) -> tuple[int, ...]:
+    if not act.touches:
+        return cells
+    after = list(cells)
+    for touch in act.touches:
+        if moment is Moment.END and act.enqueued and touch.verb is Verb.RELEASES:
+            continue
+        after[touch.cell] = apply(plan, after[touch.cell], touch, moment, version)
+    return tuple(after)
+
+
+def _synchronised(plan: Plan, cells: tuple[int, ...], pending: tuple[int, ...]) -> tuple[int, ...]:
+    if not pending:
+        return cells
+    after = list(cells)
+    for number in pending:
+        after[number] = apply(plan, after[number], Touch(Verb.RELEASES, number), Moment.SYNC, 0)
+    return tuple(after)
+
+
+def _find(system: System, state: RankState, wait: Wait) -> FenceState:
+    for found in system.fences:
+        if (
+            found.fence == wait.fence
+            and found.scope == wait.scope
+            and found.epoch == state.epoch
+            and found.stage is state.stage
+        ):
+            return found
+    return FenceState(state.epoch, state.stage, wait.scope, wait.fence)
+
+
+def _put(fences: tuple[FenceState, ...], entry: FenceState) -> tuple[FenceState, ...]:
+    key = entry[:4]
+    return tuple(sorted((*(kept for kept in fences if kept[:4] != key), entry)))
+
+
+def _arrive(
+    plan: Plan, system: System, rank: int, state: RankState, wait: Wait
+) -> tuple[FenceState, ...]:
+    found = _find(system, state, wait)
+    arrived = found.arrived | 1 << rank
+    verdict = found.verdict
+    if verdict is Verdict.SHUT:
+        verdict = _decided(plan, system, arrived, wait, state.stage)
+    return _put(system.fences, found._replace(arrived=arrived, verdict=verdict))
+
+
+def _decided(plan: Plan, system: System, arrived: int, wait: Wait, stage: Stage) -> Verdict:
+    """Open once all members are in. A recovery waits for the living alone, but breaks where a
+    dead leader's part of it can never be done: that replica is poisoned."""
+    members = plan.scopes[wait.scope].members
+    absent = [member for member in members if not arrived >> member & 1]
+    if stage is Stage.RECOVER:
+        dead = [member for member in members if system.ranks[member].status in _GONE]
+        if wait.fence != STOPPED and any(_leads_recovery(plan, member) for member in dead):
+            return Verdict.BROKEN
+        absent = [member for member in absent if member not in dead]
+    return Verdict.SHUT if absent else Verdict.OPEN
+
+
+def _leads_recovery(plan: Plan, rank: int) -> bool:
+    return any(isinstance(item, Act) and item.led for item in plan.recover[rank])
+
+
+_GONE = frozenset((Status.DEAD, Status.DEAD_ACTING))
+
+
+def _fail_rest(
+    plan: Plan, fences: tuple[FenceState, ...], rank: int, state: RankState
+) -> tuple[FenceState, ...]:
+    """The fences after `rank` arrived as failed at all that it has not passed."""
+    for wait in fences_left(plan, rank, state):
+        found = next(
+            (
+                kept
+                for kept in fences
+                if kept[:4] == (state.epoch, state.stage, wait.scope, wait.fence)
+            ),
+            FenceState(state.epoch, state.stage, wait.scope, wait.fence),
+        )
+        if found.verdict is Verdict.SHUT:
+            fences = _put(fences, found._replace(verdict=Verdict.BROKEN))
+    return fences
+
+
+def _kept(
+    plan: Plan, ranks: tuple[RankState, ...], fences: tuple[FenceState, ...]
+) -> tuple[FenceState, ...]:
+    """Only fences that somebody alive has yet to pass or to learn of."""
+    return tuple(entry for entry in fences if _awaited(plan, ranks, entry))
+
+
+def _awaited(plan: Plan, ranks: tuple[RankState, ...], entry: FenceState) -> bool:
+    return any(
+        ranks[member].status not in _GONE and not _beyond(plan, member, ranks[member], entry)
+        for member in plan.scopes[entry.scope].members
+    )
+
+
+def _beyond(plan: Plan, rank: int, state: RankState, entry: FenceState) -> bool:
+    if (state.epoch, state.stage) != (entry.epoch, entry.stage):
+        return (state.epoch, state.stage) > (entry.epoch, entry.stage)
+    return all(wait.fence != entry.fence for wait in fences_left(plan, rank, state))
+
+
+def _unnoticed(plan: Plan, system: System, rank: int) -> bool:
+    state = system.ranks[rank]
+    for wait in fences_left(plan, rank, state):
+        found = _find(system, state, wait)
+        here = found.verdict is Verdict.SHUT and not found.arrived >> rank & 1
+        if here and _awaited(plan, system.ranks, found):
+            return True
+    return False
+
+
+def _crash(plan: Plan, system: System, rank: int) -> System:
+    """The rank is gone; memory that its process owns is lost, its call to an engine may land."""
+    state = system.ranks[rank]
+    here = next_step(plan, rank, state)
+    acting = state.status in (Status.ACTING, Status.HUNG) and isinstance(here, Act) and here.led
+    who = plan.members[rank]
+    cells = tuple(
+        cell(Mapped.LOST) if plan.owner[number] == who and value & 3 != Mapped.NO else value
+        for number, value in enumerate(system.cells)
+    )
+    if isinstance(here, Act) and state.status in (Status.ACTING, Status.HUNG) and not acting:
+        cells = tuple(
+            value if plan.owner[number] == who else after
+            for number, (value, after) in enumerate(
+                zip(cells, _touched(plan, cells, here, Moment.FAIL, state.epoch), strict=True)
+            )
+        )
+    status = Status.DEAD_ACTING if acting else Status.DEAD
+    return _placed(plan, system, rank, state._replace(status=status, pending=()), cells, 1)
+
+
+def _land(plan: Plan, system: System, rank: int) -> System:
+    state = system.ranks[rank]
+    here = next_step(plan, rank, state)
+    assert isinstance(here, Act)
+    cells = _touched(plan, system.cells, here, Moment.END, state.epoch)
+    cells = tuple(
+        before if plan.owner[number] == plan.members[rank] else after
+        for number, (before, after) in enumerate(zip(system.cells, cells, strict=True))
+    )
+    return _placed(plan, system, rank, state._replace(status=Status.DEAD), cells, 0)
+
+
+def _notice(plan: Plan, system: System, rank: int) -> System:
+    """All fences at which the dead rank has not arrived break, for all members at once."""
+    state = system.ranks[rank]
+    left = fences_left(plan, rank, state)
+    if left and _find(system, state, left[0]).arrived >> rank & 1:
+        # It arrived before it died: that fence may still open without it; the next cannot.
+        state = state._replace(at=state.at + 1)
+    fences = _fail_rest(plan, system.fences, rank, state)
+    return system._replace(fences=_kept(plan, system.ranks, fences))
+
+
+def _hang(plan: Plan, system: System, rank: int) -> System:
+    state = system.ranks[rank]._replace(status=Status.HUNG)
+    return _placed(plan, system, rank, state, system.cells, 1)
+
+
+def _deadline(plan: Plan, system: System, rank: int) -> System:
+    """The waiting rank's patience is over: its fence breaks, unless it was decided before."""
+    state = system.ranks[rank]
+    here = next_step(plan, rank, state)
+    assert isinstance(here, Wait)
+    found = _find(system, state, here)
+    if found.verdict is Verdict.SHUT:
+        found = found._replace(verdict=Verdict.BROKEN)
+    return system._replace(fences=_put(system.fences, found))
+
+
+def _placed(
+    plan: Plan, system: System, rank: int, state: RankState, cells: tuple[int, ...], faults: int
+) -> System:
+    ranks = (*system.ranks[:rank], state, *system.ranks[rank + 1 :])
+    kept = _kept(plan, ranks, system.fences)
+    return System(ranks, cells, kept, system.engines, system.faults + faults)
+
+
+_SPECIAL = {
+    Kind.CRASH: _crash,
+    Kind.LAND: _land,
+    Kind.NOTICE: _notice,
+    Kind.HANG: _hang,
+    Kind.DEADLINE: _deadline,
+}

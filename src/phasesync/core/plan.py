@@ -1,0 +1,479 @@
+"""A plan: a protocol with its options, members and devices settled, immutable for an epoch.
+
+`when:` is resolved here, once. What is left is a program of steps a rank, made of actions that
+touch numbered memory cells and fences that name their members, so that no driver looks at an
+option again. The digest covers all of it and travels with every arrival and every journal line.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
+
+from phasesync.core import wire
+from phasesync.core.condition import Condition, evaluate
+from phasesync.core.model import (
+    Device,
+    Digest,
+    FenceName,
+    GroupName,
+    OptionValue,
+    Phase,
+    Rank,
+    ResourceName,
+    RoleName,
+)
+from phasesync.core.protocol import (
+    DEVICE,
+    EVERYWHERE,
+    WORLD,
+    Evidence,
+    FenceDecl,
+    Invariant,
+    InvariantKind,
+    PhaseDecl,
+    Protocol,
+    Retry,
+    StepDecl,
+    Verb,
+)
+from phasesync.errors import PlanError
+
+__all__ = (
+    "PLAN",
+    "STOPPED",
+    "Act",
+    "Plan",
+    "Scope",
+    "Step",
+    "Together",
+    "Touch",
+    "Wait",
+    "resolve",
+    "settle",
+)
+
+
+#: The implicit world fences: before the first epoch of an attempt, and before a recovery.
+PLAN = FenceName("plan")
+STOPPED = FenceName("stopped")
+
+
+class Touch(NamedTuple):
+    """One effect of an action on one memory cell (device x resource)."""
+
+    verb: Verb
+    cell: int
+
+
+class Act(NamedTuple):
+    """A phase as one rank performs it."""
+
+    phase: Phase
+    touches: tuple[Touch, ...]
+    outside: bool
+    enqueued: bool
+    led: bool
+    retry: Retry
+    deadline_s: float | None
+
+
+class Wait(NamedTuple):
+    """A fence as one rank comes to it; `scope` counts in `Plan.scopes`."""
+
+    fence: FenceName
+    scope: int
+    deadline_s: float
+    established: tuple[str, ...]
+    evidence: tuple[Evidence, ...]
+    joined: bool
+
+
+Step: TypeAlias = Act | Wait
+
+
+class Scope(NamedTuple):
+    """A scope instance, `world` or `replica/3`, and its members as rank indices."""
+
+    name: str
+    members: tuple[int, ...]
+
+
+class Together(NamedTuple):
+    """Cells of one device that may not be mapped together."""
+
+    device: int
+    cells: tuple[int, ...]
+    resources: tuple[ResourceName, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What all ranks of a run agree on for an epoch. `programs[i]` belongs to `members[i]`."""
+
+    protocol: Protocol
+    options: tuple[tuple[str, OptionValue], ...]
+    members: tuple[Rank, ...]
+    engines: tuple[Rank, ...]
+    devices: tuple[Device, ...]
+    place: tuple[int, ...]
+    groups: tuple[tuple[GroupName, tuple[tuple[int, ...], ...]], ...]
+    scopes: tuple[Scope, ...]
+    programs: tuple[tuple[Step, ...], ...]
+    recover: tuple[tuple[Step, ...], ...]
+    start: tuple[bool, ...]
+    content: tuple[bool, ...]
+    owner: tuple[Rank, ...]
+    never: tuple[Together, ...]
+    digest: Digest
+    world: int = field(default=0)
+
+    def index(self, rank: Rank) -> int:
+        """Where `rank` stands in `members`.
+
+        Raises:
+            PlanError: it is no member.
+        """
+        try:
+            return self.members.index(rank)
+        except ValueError:
+            known = f"{self.members[0]} .. {self.members[-1]}"
+            raise PlanError(f"{rank} is no member of this plan; members are {known}") from None
+
+    def cell(self, device: int, resource: int) -> int:
+        return device * len(self.protocol.resources) + resource
+
+    def cell_name(self, cell: int) -> tuple[Device, ResourceName]:
+        """The device and resource of a cell."""
+        device, resource = divmod(cell, len(self.protocol.resources))
+        return self.devices[device], self.protocol.resources[resource].name
+
+    def option(self, name: str) -> OptionValue:
+        return dict(self.options)[name]
+
+    def leaders(self, group: GroupName) -> tuple[int, ...]:
+        return tuple(members[0] for members in dict(self.groups)[group])
+
+
+def settle(
+    protocol: Protocol, options: Mapping[str, OptionValue] | None = None
+) -> dict[str, OptionValue]:
+    """All options with their values, defaults filled in.
+
+    Raises:
+        PlanError: an option is unknown, of the wrong type or out of range.
+    """
+    given = dict(options or {})
+    known = {decl.name: decl for decl in protocol.options}
+    for name in given:
+        if name not in known:
+            have = ", ".join(known) or "none"
+            raise PlanError(
+                f"protocol {protocol.name!r} has no option {name!r}; options are: {have}"
+            )
+    settled: dict[str, OptionValue] = {}
+    for decl in protocol.options:
+        value = given.get(decl.name, decl.default)
+        if decl.type == "int" and isinstance(value, bool):
+            value = str(value)
+        wanted = {"int": int, "bool": bool, "enum": str}[decl.type]
+        if not isinstance(value, wanted):
+            raise PlanError(f"option {decl.name!r} is {value!r}; it must be of type {decl.type}")
+        if decl.choices and value not in decl.choices:
+            choices = ", ".join(decl.choices)
+            raise PlanError(f"option {decl.name!r} is {value!r}; it must be one of: {choices}")
+        if isinstance(value, int) and not isinstance(value, bool):
+            if decl.least is not None and value < decl.least:
+                raise PlanError(
+                    f"option {decl.name!r} is {value}; it must be at least {decl.least}"
+                )
+            if decl.most is not None and value > decl.most:
+                raise PlanError(f"option {decl.name!r} is {value}; it must be at most {decl.most}")
+        settled[decl.name] = value
+    return settled
+
+
+def resolve(
+    protocol: Protocol,
+    ranks: int | Mapping[str, int],
+    options: Mapping[str, OptionValue] | None = None,
+    *,
+    devices: Sequence[str] | None = None,
+    groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
+) -> Plan:
+    """The plan of `protocol` for so many ranks (of the one active role, or per role).
+
+    `devices[i]` is where member `i` lives; left out, each member has a device of its own.
+    `groups` places members by number where they are not consecutive.
+
+    Raises:
+        PlanError: options, members or placement do not fit the protocol.
+    """
+    return _Resolver(protocol, ranks, settle(protocol, options), devices, groups).plan()
+
+
+class _Resolver:
+    """One resolution; the fields are what later steps of it need."""
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        ranks: int | Mapping[str, int],
+        options: dict[str, OptionValue],
+        devices: Sequence[str] | None,
+        groups: Mapping[str, Sequence[Sequence[int]]] | None,
+    ) -> None:
+        self.protocol = protocol
+        self.options = options
+        self.members = _members(protocol, ranks)
+        names, self.place = _placement(self.members, devices)
+        self.devices = names
+        self.groups = {
+            group.name: self._group(group.name, (groups or {}).get(group.name))
+            for group in protocol.groups
+        }
+        self.resources = {decl.name: at for at, decl in enumerate(protocol.resources)}
+        self.scopes: dict[str, Scope] = {}
+        self._scope(WORLD, tuple(range(len(self.members))))
+        for group, parts in self.groups.items():
+            for number, part in enumerate(parts):
+                self._scope(f"{group}/{number}", part)
+
+    def plan(self) -> Plan:
+        protocol = self.protocol
+        engines = tuple(
+            Rank(role.name, number)
+            for role in protocol.roles
+            if role.passive
+            for number in range(self._count(role.name, role.per))
+        )
+        digest = Digest(
+            wire.sha256(
+                {
+                    "protocol": wire.sha256(_plain(protocol)),
+                    "options": self.options,
+                    "members": [str(rank) for rank in self.members],
+                    "groups": self.groups,
+                    "devices": self.devices,
+                    "place": self.place,
+                }
+            )
+        )
+        cells = [
+            (device, decl) for device in range(len(self.devices)) for decl in protocol.resources
+        ]
+        return Plan(
+            protocol=protocol,
+            options=tuple(sorted(self.options.items())),
+            members=self.members,
+            engines=engines,
+            devices=self.devices,
+            place=self.place,
+            groups=tuple(self.groups.items()),
+            scopes=tuple(self.scopes.values()),
+            programs=self._programs(protocol.steps),
+            recover=self._recovery(),
+            start=tuple(self._true(decl.start, absent=False) for _, decl in cells),
+            content=tuple(decl.content for _, decl in cells),
+            owner=tuple(self._owner(device, decl.owner) for device, decl in cells),
+            never=tuple(self._together()),
+            digest=digest,
+        )
+
+    def _group(
+        self, name: GroupName, given: Sequence[Sequence[int]] | None
+    ) -> tuple[tuple[int, ...], ...]:
+        decl = next(group for group in self.protocol.groups if group.name == name)
+        own = [at for at, rank in enumerate(self.members) if rank.role == decl.of]
+        if given is not None:
+            parts = tuple(tuple(own[number] for number in part) for part in given)
+            if sorted(at for part in parts for at in part) != own or not all(parts):
+                raise PlanError(f"group {name!r} must hold every {decl.of} exactly once")
+            return parts
+        size = self.options[decl.size] if isinstance(decl.size, str) else decl.size
+        assert isinstance(size, int)
+        if len(own) % size:
+            raise PlanError(
+                f"{len(own)} {decl.of} ranks do not make whole {name}s of {size}; "
+                f"give a multiple of {size}, or say who is where with groups="
+            )
+        return tuple(tuple(own[at : at + size]) for at in range(0, len(own), size))
+
+    def _scope(self, name: str, members: tuple[int, ...]) -> None:
+        self.scopes[name] = Scope(name, members)
+
+    def _count(self, role: RoleName, per: str) -> int:
+        if per == DEVICE:
+            return len(self.devices)
+        return len(self.groups[GroupName(per)])
+
+    def _owner(self, device: int, role: RoleName) -> Rank:
+        """Which member of `role` holds memory on `device`."""
+        decl = next(decl for decl in self.protocol.roles if decl.name == role)
+        if decl.per == DEVICE:
+            for at, rank in enumerate(self.members):
+                if rank.role == role and self.place[at] == device:
+                    return rank
+            return Rank(role, device)
+        for number, part in enumerate(self.groups[GroupName(decl.per)]):
+            if any(self.place[at] == device for at in part):
+                return Rank(role, number)
+        raise PlanError(f"no {decl.per} covers device {self.devices[device]}")
+
+    def _true(self, condition: Condition | None, *, absent: bool) -> bool:
+        return absent if condition is None else bool(evaluate(condition, self.options))
+
+    def _together(self) -> list[Together]:
+        return [
+            Together(
+                device,
+                tuple(
+                    device * len(self.resources) + self.resources[name]
+                    for name in invariant.resources
+                ),
+                invariant.resources,
+            )
+            for invariant in self._invariants(InvariantKind.NEVER)
+            for device in range(len(self.devices))
+        ]
+
+    def _invariants(self, kind: InvariantKind) -> list[Invariant]:
+        return [
+            invariant
+            for invariant in self.protocol.invariants
+            if invariant.kind is kind and self._true(invariant.when, absent=True)
+        ]
+
+    def _programs(self, steps: tuple[StepDecl, ...]) -> tuple[tuple[Step, ...], ...]:
+        return tuple(self._program(at, steps) for at in range(len(self.members)))
+
+    def _recovery(self) -> tuple[tuple[Step, ...], ...]:
+        """The recovery, behind an implicit fence that every live rank has stopped."""
+        programs = self._programs(self.protocol.recover)
+        patience = max((fence.deadline_s for fence in self.protocol.fences), default=600.0)
+        stopped = Wait(STOPPED, 0, patience, ("device_synchronised",), (), False)
+        return tuple((stopped, *steps) if self.protocol.recover else () for steps in programs)
+
+    def _program(self, at: int, steps: tuple[StepDecl, ...]) -> tuple[Step, ...]:
+        program: list[Step] = []
+        for step in steps:
+            if step.role != self.members[at].role or not self._true(step.when, absent=True):
+                continue
+            match step:
+                case PhaseDecl():
+                    if step.by is None or self._leads(at, step):
+                        program.append(self._act(at, step))
+                case FenceDecl():
+                    program.append(self._wait(at, step))
+        return tuple(program)
+
+    def _part(self, at: int, group: str) -> tuple[int, ...]:
+        for part in self.groups[GroupName(group)]:
+            if at in part:
+                return part
+        raise PlanError(f"{self.members[at]} is in no {group}")
+
+    def _leads(self, at: int, step: PhaseDecl) -> bool:
+        """Whether the rank leads: the widest group that the phase reaches, else any of its own."""
+        reached = [effect.reach for effect in step.effects if effect.reach in self.groups]
+        own = [group.name for group in self.protocol.groups if group.of == step.role]
+        groups = reached or own
+        return all(self._part(at, group)[0] == at for group in groups)
+
+    def _act(self, at: int, step: PhaseDecl) -> Act:
+        touches = dict.fromkeys(
+            Touch(effect.verb, device * len(self.resources) + self.resources[effect.resource])
+            for effect in step.effects
+            for device in self._reach(at, step, effect.reach)
+        )
+        return Act(
+            step.name,
+            tuple(touches),
+            step.outside,
+            step.enqueued,
+            step.by is not None,
+            step.retry,
+            step.deadline_s,
+        )
+
+    def _reach(self, at: int, step: PhaseDecl, reach: str) -> list[int]:
+        if reach == EVERYWHERE:
+            return list(range(len(self.devices)))
+        if reach == DEVICE and step.by is None:
+            return [self.place[at]]
+        if reach == DEVICE:
+            own = [group.name for group in self.protocol.groups if group.of == step.role]
+            return sorted({self.place[member] for member in self._part(at, own[0])})
+        return sorted({self.place[member] for member in self._part(at, reach)})
+
+    def _wait(self, at: int, step: FenceDecl) -> Wait:
+        named = step.scope
+        if named in self.options:
+            named = str(self.options[named])
+        if named == WORLD:
+            scope = WORLD
+        else:
+            parts = self.groups[GroupName(named)]
+            scope = f"{named}/{next(n for n, part in enumerate(parts) if at in part)}"
+        return Wait(
+            step.name,
+            list(self.scopes).index(scope),
+            step.deadline_s,
+            step.established,
+            step.evidence,
+            step.joined,
+        )
+
+
+def _members(protocol: Protocol, ranks: int | Mapping[str, int]) -> tuple[Rank, ...]:
+    active = protocol.active_roles
+    if isinstance(ranks, int):
+        if len(active) != 1:
+            raise PlanError(f"say how many ranks each of these roles has: {', '.join(active)}")
+        ranks = {active[0]: ranks}
+    for role, count in ranks.items():
+        if role not in active:
+            raise PlanError(f"{role!r} is no active role; active roles are: {', '.join(active)}")
+        if count < 1:
+            raise PlanError(f"role {role!r} has {count} ranks; it needs at least 1")
+    return tuple(Rank(role, number) for role in active for number in range(ranks.get(role, 0)))
+
+
+def _placement(
+    members: tuple[Rank, ...], devices: Sequence[str] | None
+) -> tuple[tuple[Device, ...], tuple[int, ...]]:
+    if devices is None:
+        role = members[0].role
+        count = sum(rank.role == role for rank in members)
+        return (
+            tuple(Device(f"device/{number}") for number in range(count)),
+            tuple(rank.number % count for rank in members),
+        )
+    if len(devices) != len(members):
+        raise PlanError(f"{len(devices)} devices for {len(members)} ranks; give one a rank")
+    names = tuple(dict.fromkeys(map(Device, devices)))
+    for role in {rank.role for rank in members}:
+        own = [name for name, rank in zip(devices, members, strict=True) if rank.role == role]
+        twice = next((name for name in own if own.count(name) > 1), None)
+        if twice is not None:
+            raise PlanError(
+                f"two {role} ranks claim device {twice}; each needs a device of its own"
+            )
+    return names, tuple(names.index(Device(name)) for name in devices)
+
+
+def _plain(protocol: Protocol) -> object:
+    """The declaration as text without its places in the file, for hashing."""
+    blank = replace(protocol, file="", summary="")
+    return _stripped(blank)
+
+
+def _stripped(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_stripped(item) for item in value]
+    fields = getattr(type(value), "__dataclass_fields__", None)
+    if fields is None:
+        return str(value) if not isinstance(value, int | float | str | None) else value
+    body = {
+        name: _stripped(getattr(value, name)) for name in fields if name not in ("place", "file")
+    }
+    return {"": type(value).__name__, **body}

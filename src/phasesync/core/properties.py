@@ -1,0 +1,152 @@
+"""What must never happen: the built-in properties and the declared ones, as questions to ask.
+
+`wanted` judges an action at its start, `raced` two actions in progress, `together` the memory of
+a device. A driver asks with what it has: the checker with the whole system, the auditor with the
+cells that a log shows. The answers are values; nobody raises.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from phasesync.core.kernel import (
+    INPUTS,
+    NONE,
+    PARTIAL,
+    SHARED,
+    Event,
+    Kind,
+    Mapped,
+    Status,
+    System,
+    content_of,
+    mapped_of,
+    next_step,
+)
+from phasesync.core.model import Device, Rank, ResourceName
+from phasesync.core.plan import Act, Plan, Touch
+from phasesync.core.protocol import Verb
+
+__all__ = ("Violation", "raced", "together", "violations", "wanted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One false conjunct: the property, where, who did it and who stood in the way."""
+
+    property: str
+    device: Device
+    resources: tuple[ResourceName, ...]
+    rank: Rank
+    holders: tuple[Rank, ...] = ()
+    says: str = ""
+
+
+_WANTS: dict[Verb, tuple[Mapped, str]] = {
+    Verb.ACQUIRES: (Mapped.NO, "once"),
+    Verb.RELEASES: (Mapped.YES, "once"),
+    Verb.NEEDS: (Mapped.YES, "mapped"),
+    Verb.USES: (Mapped.YES, "mapped"),
+    Verb.WRITES: (Mapped.YES, "mapped"),
+    Verb.FILLS: (Mapped.YES, "mapped"),
+    Verb.DISCARDS: (Mapped.YES, "mapped"),
+}
+
+
+def wanted(
+    plan: Plan, who: Rank, act: Act, cells: Sequence[int] | Mapping[int, int], version: int
+) -> Iterator[Violation]:
+    """What the action wants of memory at its start and does not find."""
+    fills = {touch.cell for touch in act.touches if touch.verb is Verb.FILLS}
+    for touch in act.touches:
+        want = _WANTS.get(touch.verb)
+        value = cells[touch.cell]
+        if value & 3 == Mapped.LOST and touch.verb in INPUTS:
+            continue  # The action will fail: its input died with whoever owned it.
+        if want is not None and mapped_of(value) is not want[0]:
+            state = mapped_of(value).name.lower()
+            yield _violation(plan, want[1], touch, who, f"{touch.verb} what is mapped: {state}")
+        elif touch.verb is Verb.NEEDS and plan.content[touch.cell]:
+            content = content_of(value)
+            if content != version and not (touch.cell in fills and content == NONE):
+                yield _violation(plan, "content", touch, who, _content(content, version))
+        elif touch.verb is Verb.USES and content_of(value) == PARTIAL:
+            yield _violation(plan, "content", touch, who, _content(PARTIAL, version))
+
+
+def raced(
+    plan: Plan, who: Rank, act: Act, others: Iterable[tuple[Rank, Act]]
+) -> Iterator[Violation]:
+    """Cells that another action in progress touches too, unless both only read."""
+    own = {touch.cell: touch for touch in act.touches}
+    for other, other_act in others:
+        for touch in other_act.touches:
+            mine = own.get(touch.cell)
+            if mine is None or (mine.verb in SHARED and touch.verb in SHARED):
+                continue
+            says = f"{act.phase} {mine.verb} while {other} is in {other_act.phase}"
+            yield _violation(plan, "race", mine, who, says, (other,))
+            break
+
+
+def together(
+    plan: Plan, who: Rank, cells: Sequence[int] | Mapping[int, int], devices: set[int] | None = None
+) -> Iterator[Violation]:
+    """Resources that are mapped together on a device though `never` forbids it."""
+    for pair in plan.never:
+        if devices is not None and pair.device not in devices:
+            continue
+        if all(cells[number] & 3 != Mapped.NO for number in pair.cells):
+            holders = tuple(dict.fromkeys(plan.owner[number] for number in pair.cells))
+            yield Violation(
+                property="never",
+                device=plan.devices[pair.device],
+                resources=pair.resources,
+                rank=who,
+                holders=holders,
+                says=" and ".join(pair.resources) + " together",
+            )
+
+
+def violations(plan: Plan, before: System, event: Event, after: System) -> tuple[Violation, ...]:
+    """Everything that `event` breaks; the checker asks after each step."""
+    if event.kind not in (Kind.START, Kind.END, Kind.FAIL, Kind.LAND):
+        return ()
+    who = plan.members[event.rank]
+    state = before.ranks[event.rank]
+    act = next_step(plan, event.rank, state)
+    assert isinstance(act, Act)
+    found: list[Violation] = []
+    if event.kind is Kind.START:
+        found += wanted(plan, who, act, before.cells, state.epoch)
+        found += raced(plan, who, act, in_progress(plan, before, event.rank))
+    width = len(plan.protocol.resources)
+    devices = {touch.cell // width for touch in act.touches}
+    if devices:
+        found += together(plan, who, after.cells, devices)
+    return tuple(found)
+
+
+_BUSY = frozenset((Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
+
+
+def in_progress(plan: Plan, system: System, but: int) -> Iterator[tuple[Rank, Act]]:
+    """All other actions under way, those of dead and hung ranks too."""
+    for rank, state in enumerate(system.ranks):
+        if rank != but and state.status in _BUSY:
+            act = next_step(plan, rank, state)
+            if isinstance(act, Act):
+                yield plan.members[rank], act
+
+
+def _violation(
+    plan: Plan, name: str, touch: Touch, who: Rank, says: str, holders: tuple[Rank, ...] = ()
+) -> Violation:
+    device, resource = plan.cell_name(touch.cell)
+    return Violation(
+        property=name, device=device, resources=(resource,), rank=who, holders=holders, says=says
+    )
+
+
+def _content(content: int, version: int) -> str:
+    held = {NONE: "nothing", PARTIAL: "partial weights"}.get(content, f"version {content}")
+    return f"holds {held} where version {version} is needed"
