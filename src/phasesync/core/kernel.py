@@ -637,12 +637,18 @@ def _beyond(plan: Plan, rank: int, state: RankState, entry: FenceState) -> bool:
     return all(wait.fence != entry.fence for wait in fences_left(plan, rank, state))
 
 
-def _unnoticed(plan: Plan, system: System, rank: int) -> bool:
+def _absence(plan: Plan, system: System, rank: int) -> RankState:
+    """From where on a dead rank is missing: its next fence, in the next epoch if none is left."""
     state = system.ranks[rank]
+    left = fences_left(plan, rank, state)
+    return state if left else RankState(state.status, state.epoch + 1)
+
+
+def _unnoticed(plan: Plan, system: System, rank: int) -> bool:
+    state = _absence(plan, system, rank)
     for wait in fences_left(plan, rank, state):
         found = _find(system, state, wait)
-        here = found.verdict is Verdict.SHUT and not found.arrived >> rank & 1
-        if here and _awaited(plan, system.ranks, found):
+        if found.verdict is Verdict.SHUT and _awaited(plan, system.ranks, found):
             return True
     return False
 
@@ -664,6 +670,8 @@ def _crash(plan: Plan, system: System, rank: int) -> System:
                 zip(cells, _touched(plan, cells, here, Moment.FAIL, state.epoch), strict=True)
             )
         )
+    if state.status is Status.WAITING:
+        state = state._replace(at=state.at + 1)  # It arrived: that fence may open without it.
     status = Status.DEAD_ACTING if acting else Status.DEAD
     return _placed(plan, system, rank, state._replace(status=status, pending=()), cells, 1)
 
@@ -682,11 +690,7 @@ def _land(plan: Plan, system: System, rank: int) -> System:
 
 def _notice(plan: Plan, system: System, rank: int) -> System:
     """All fences at which the dead rank has not arrived break, for all members at once."""
-    state = system.ranks[rank]
-    left = fences_left(plan, rank, state)
-    if left and _find(system, state, left[0]).arrived >> rank & 1:
-        # It arrived before it died: that fence may still open without it; the next cannot.
-        state = state._replace(at=state.at + 1)
+    state = _absence(plan, system, rank)
     fences = _fail_rest(plan, system.fences, rank, state)
     return system._replace(fences=_kept(plan, system.ranks, fences))
 
