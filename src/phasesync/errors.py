@@ -1,19 +1,19 @@
 """Every error of phasesync, and who should mend it.
 
-    PhasesyncError
-    ├── InputError           the user: a file, an option or an argument is wrong (exit 2)
-    │   ├── ProtocolError    the author of a protocol file; carries file:line:column
-    │   ├── PlanError        who starts the run: options, members, placement
-    │   └── LogError         who hands us a log that is not one
-    ├── Refused              the caller: an event that the protocol does not allow now
-    │   ├── EpochOrderError  re-entered, skipped or unfinished epoch; two runners for one rank
-    │   └── EngineRefused    a call that the engine must not get now
-    ├── EngineError          who looks after the engine: it failed, or is not installed
-    ├── FenceError           who looks after the cluster
-    │   ├── FenceBroken      a fence broke; carries the root cause
-    │   ├── StaleArrival     an old verdict must not release this rank
-    │   └── StoreLost        the transport no longer answers
-    └── EpochFailed          the training loop: what to do next is in its fields
+PhasesyncError
+├── InputError           the user: a file, an option or an argument is wrong (exit 2)
+│   ├── ProtocolError    the author of a protocol file; carries file:line:column
+│   ├── PlanError        who starts the run: options, members, placement
+│   └── LogError         who hands us a log that is not one
+├── Refused              the caller: an event that the protocol does not allow now
+│   ├── EpochOrderError  re-entered, skipped or unfinished epoch; two runners for one rank
+│   └── EngineRefused    a call that the engine must not get now
+├── EngineError          who looks after the engine: it failed, or is not installed
+├── FenceError           who looks after the cluster
+│   ├── FenceBroken      a fence broke; carries the root cause
+│   ├── StaleArrival     an old verdict must not release this rank
+│   └── StoreLost        the transport no longer answers
+└── EpochFailed          the training loop: what to do next is in its fields
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = (
     "EngineError",
+    "EngineLost",
     "EngineRefused",
     "EpochFailed",
     "EpochOrderError",
@@ -60,7 +61,9 @@ class LogError(InputError):
 
 
 class ProtocolError(InputError):
-    """A protocol file is wrong, at `file:line:column`."""
+    """A protocol file is wrong, at `file:line:column`; `others` is what else is wrong with it."""
+
+    others: tuple[ProtocolError, ...] = ()
 
     def __init__(
         self, wrong: str, right: str, *, file: str = "<protocol>", line: int = 1, column: int = 1
@@ -99,6 +102,10 @@ class EngineRefused(Refused):
 
 class EngineError(PhasesyncError):
     """The engine failed, answered wrongly, or is not installed."""
+
+
+class EngineLost(EngineError):
+    """The engine did not answer; whether it did the work is unknown, so nothing is repeated."""
 
 
 class FenceError(PhasesyncError):
@@ -207,6 +214,8 @@ def describe(cause: RootCause) -> str:
             return f"{who} could not show what fence {cause.fence!r} requires{what}"
         case "digest":
             return f"ranks hold different plans ({who}){what}"
+        case "disagreement":
+            return f"ranks disagree{at} ({who}){what}"
         case "cancelled":
             return f"{who} was cancelled{where}{what}"
         case "store_lost":

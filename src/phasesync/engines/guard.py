@@ -1,0 +1,424 @@
+"""The engine itself says no: to a wake of KV, to a wake of everything, and to generation.
+
+`guard(engine)` wraps the methods of that one object, in the process that owns it, so it does not
+matter who calls: a leader, its replacement, or a leader that was frozen and woke up. The ticket
+travels with the call as the keyword `ticket`, or as an HTTP header, and is compared here with the
+fence's own verdict. A refusal never reaches the engine, which stays as usable as it was.
+"""
+
+import functools
+import inspect
+import urllib.parse
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextvars import ContextVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
+
+from phasesync.core import wire
+from phasesync.core.model import Ticket
+from phasesync.engines.base import GRAPHS, GROUND, KV_CACHE, WEIGHTS, Floor, Verdicts
+from phasesync.engines.tickets import TICKET_HEADER, TicketRules, Warden, parse_ticket
+from phasesync.errors import EngineRefused
+
+__all__ = ("FLOOR_PATH", "GUARDED", "Guard", "GuardMiddleware", "guard")
+
+T = TypeVar("T")
+
+GUARDED: Mapping[str, tuple[str, ...]] = {
+    "kv_cache": ("memory_released",),
+    "generate": ("ready_to_serve",),
+}
+FLOOR_PATH = "/phasesync/floor"
+_GUARD = "__phasesync_guard__"
+
+# Set while an outer call of a guarded engine calls its own inner methods.
+_passing: ContextVar[bool] = ContextVar("phasesync_guard_passing", default=False)
+
+
+def _woken(tags: object) -> str:
+    """What a wake of `tags` must be allowed to do: the last of them to be allowed at all."""
+    named = getattr(tags, "tags", tags)  # SGLang's own request object
+    if not named:
+        return KV_CACHE
+    listed: Iterable[Any] = [named] if isinstance(named, str) else named  # type: ignore[assignment]
+    known = [tag for tag in (KV_CACHE, GRAPHS, WEIGHTS) if tag in listed]
+    return known[0] if known else KV_CACHE
+
+
+Wanted: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], str | None]
+
+
+def _argument(position: int, name: str) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
+    return lambda args, kwargs: args[position] if len(args) > position else kwargs.get(name)
+
+
+_tags = _argument(0, "tags")
+_rpc_method = _argument(0, "method")
+_rpc_args = _argument(2, "args")
+_rpc_kwargs = _argument(3, "kwargs")
+
+
+def _wake(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    return _woken(_tags(args, kwargs) or kwargs.get("obj"))
+
+
+def _rpc(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    if _rpc_method(args, kwargs) not in ("wake_up", "wakeup"):
+        return None
+    inner = _rpc_args(args, kwargs) or ()
+    return _woken(inner[0] if inner else (_rpc_kwargs(args, kwargs) or {}).get("tags"))
+
+
+def _generate(_args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> str | None:
+    return "generate"
+
+
+_ASKS: Mapping[str, Wanted] = {
+    "wake_up": _wake,
+    "wake_up_async": _wake,
+    "resume_memory_occupation": _wake,
+    "collective_rpc": _rpc,
+    "collective_rpc_async": _rpc,
+    "resume_generation": _generate,
+    "continue_generation": _generate,
+    "generate": _generate,
+    "async_generate": _generate,
+    "generate_async": _generate,
+    "chat": _generate,
+    "beam_search": _generate,
+    "encode": _generate,
+    "embed": _generate,
+    "classify": _generate,
+    "score": _generate,
+    "reward": _generate,
+}
+_ADMITS = frozenset({"resume_generation", "continue_generation"})
+_SHUTS = frozenset(
+    {
+        "sleep",
+        "pause_generation",
+        "release_kv_cache_memory",
+        "release_memory_occupation",
+    }
+)
+# Where an engine keeps the object that its own wake goes through.
+_INNER = ("llm_engine", "engine_core")
+_INNER_ASKS = ("wake_up", "wake_up_async", "collective_rpc", "collective_rpc_async")
+
+
+class Guard:
+    """What stands before one engine: its floor, and whether it has been opened for this epoch."""
+
+    def __init__(self, rules: TicketRules, *, floor: Floor = GROUND, name: str = "engine"):
+        self._warden = Warden(rules, floor=floor)
+        self._open_at: Floor | None = None
+        self._name = name
+        self._undo: list[tuple[object, str]] = []
+
+    @property
+    def rules(self) -> TicketRules:
+        return self._warden.rules
+
+    @property
+    def floor(self) -> Floor:
+        return self._warden.floor
+
+    @property
+    def is_open(self) -> bool:
+        """Whether generation passes without a ticket of its own: this epoch was admitted."""
+        return self._open_at is not None and self._open_at == self.floor
+
+    def raise_floor(self, floor: Floor) -> Floor:
+        """Refuse every ticket below `floor` from now on; what was admitted before it is shut."""
+        return self._warden.raise_floor(Floor(*floor))
+
+    def spend(self, ticket: Ticket) -> None:
+        """Refuse all tickets of this scope that are older than `ticket`, as recovery must."""
+        self._warden.spend(ticket.key)
+
+    def admit(self, ticket: Ticket | None) -> None:
+        """Let generation pass for the rest of the ticket's epoch.
+
+        Raises:
+            EngineRefused: the ticket does not allow generation.
+        """
+        self.check("admit", "generate", ticket)
+        self._open_at = self.floor
+
+    def shut(self) -> None:
+        """Let no generation pass without a ticket of its own."""
+        self._open_at = None
+
+    def check(self, call: str, wanted: str | None, ticket: Ticket | None) -> None:
+        """Pass, or say why not.
+
+        Raises:
+            EngineRefused: `ticket` does not allow `wanted`, which `call` asks for.
+        """
+        if wanted is None or (wanted == "generate" and ticket is None and self.is_open):
+            return
+        if (reason := self._warden.refusal(wanted, ticket)) is not None:
+            raise EngineRefused(f"{self._name} cannot {call}: {reason}")
+
+    def remove(self) -> None:
+        """Take the guard off again; the engine is as it was."""
+        for owner, name in reversed(self._undo):
+            delattr(owner, name)
+        self._undo.clear()
+
+    def put_on(self, engine: object) -> None:
+        """Wrap the methods of `engine`, and of the objects that its own wake goes through."""
+        self._wrap(engine, (*_ASKS, *_SHUTS))
+        setattr(engine, _GUARD, self)
+        self._undo.append((engine, _GUARD))
+        inner = engine
+        while True:
+            found = next((x for n in _INNER if (x := getattr(inner, n, None)) is not None), None)
+            if found is None:
+                return
+            self._wrap(found, _INNER_ASKS)
+            inner = found
+
+    def _wrap(self, owner: object, names: Iterable[str]) -> None:
+        for name in names:
+            method = getattr(owner, name, None)
+            if callable(method):
+                setattr(owner, name, self._wrapped(name, method))
+                self._undo.append((owner, name))
+
+    def _before(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check one call, and take the ticket, which the engine does not know, out of it."""
+        ticket = kwargs.pop("ticket", None)
+        if _passing.get():
+            return
+        if name in _SHUTS:
+            self.shut()
+            return
+        self.check(_shown(name, args, kwargs), _ASKS[name](args, kwargs), ticket)
+        if name in _ADMITS:
+            self._open_at = self.floor
+
+    def _wrapped(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.iscoroutinefunction(method):
+
+            @functools.wraps(method)
+            async def guarded(*args: Any, **kwargs: Any) -> Any:
+                self._before(name, args, kwargs)
+                token = _passing.set(True)
+                try:
+                    return await method(*args, **kwargs)
+                finally:
+                    _passing.reset(token)
+
+            return guarded
+        if inspect.isasyncgenfunction(method):
+
+            @functools.wraps(method)
+            def streamed(*args: Any, **kwargs: Any) -> Any:
+                self._before(name, args, kwargs)
+                return method(*args, **kwargs)
+
+            return streamed
+
+        @functools.wraps(method)
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            self._before(name, args, kwargs)
+            token = _passing.set(True)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                _passing.reset(token)
+
+        return plain
+
+
+def _shown(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    if _ASKS[name] is _generate:
+        return name
+    told = [repr(value) for value in args] + [f"{key}={value!r}" for key, value in kwargs.items()]
+    return f"{name}({', '.join(told)})"[:200]
+
+
+def guard(
+    engine: object,
+    *,
+    run: str,
+    scope: str,
+    verdicts: Verdicts,
+    fences: Mapping[str, tuple[str, ...]] = GUARDED,
+    floor: Floor = GROUND,
+) -> Guard:
+    """Make `engine` refuse what has no valid ticket, whoever calls it.
+
+    Call it in the process that owns the engine, before anybody else has the object. `scope` is the
+    engine's replica, `replica/3`; `verdicts` reads the verdict of a fence instance from its
+    transport. `fences` names the fences whose tickets allow each tag, and `generate`.
+
+    Raises:
+        EngineRefused: the engine has a guard already.
+    """
+    name = f"{type(engine).__name__} of {scope}"
+    if getattr(engine, _GUARD, None) is not None:
+        raise EngineRefused(f"{name} has a guard already; two would each see half of the tickets")
+    new = Guard(
+        TicketRules(run=run, scope=scope, verdicts=verdicts, fences=fences), floor=floor, name=name
+    )
+    new.put_on(engine)
+    return new
+
+
+Scope: TypeAlias = dict[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
+Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_HTTP_ASKS: Mapping[str, str] = {
+    "/wake_up": "tags",
+    "/resume_memory_occupation": "body",
+    "/resume_memory": "body",
+    "/collective_rpc": "rpc",
+    "/resume": "generate",
+    "/continue_generation": "generate",
+} | dict.fromkeys(
+    (
+        "/generate",
+        "/inference/v1/generate",
+        "/invocations",
+        "/pooling",
+        "/classify",
+        "/score",
+        "/rerank",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/rerank",
+        "/v1/responses",
+        "/v1/score",
+        "/v2/rerank",
+    ),
+    "generate",
+)
+_HTTP_ADMITS = frozenset({"/resume", "/continue_generation"})
+_HTTP_SHUTS = frozenset(
+    {
+        "/sleep",
+        "/pause",
+        "/release_kv_cache_memory",
+        "/release_memory_occupation",
+        "/release_memory",
+        "/pause_generation",
+    }
+)
+
+
+class GuardMiddleware:
+    """The guard of an engine behind HTTP: ASGI middleware in the server's own process.
+
+    Subclass it with `rules` set and name the subclass to the server, as in
+    `--middleware my_run.guards.ReplicaGuard`. `POST /phasesync/floor` raises the floor.
+    """
+
+    rules: ClassVar[TicketRules]
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._guard = Guard(self.rules, name=f"server of {self.rules.scope}")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = str(scope["path"]).rstrip("/")
+        if path == FLOOR_PATH:
+            await self._floor(scope, receive, send)
+            return
+        if path in _HTTP_SHUTS:
+            self._guard.shut()
+        if path in _HTTP_ASKS:
+            body = await _body(receive)
+            try:
+                self._check(path, scope, body)
+            except (EngineRefused, ValueError) as refused:
+                await _answer(send, 409, _refused(str(refused)))
+                return
+            receive = _again(body, receive)
+        await self._app(scope, receive, send)
+
+    def _check(self, path: str, scope: Scope, body: bytes) -> None:
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        told = headers.get(TICKET_HEADER.encode("ascii"))
+        ticket = None if told is None else parse_ticket(told)
+        self._guard.check(
+            f"POST {path}", _asked(_HTTP_ASKS[path], scope["query_string"], body), ticket
+        )
+        if path in _HTTP_ADMITS:
+            self._guard.admit(ticket)
+
+    async def _floor(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST":
+            try:
+                told = wire.decode(await _body(receive))
+                self._guard.raise_floor(Floor(int(told["attempt"]), int(told["epoch"])))
+            except (wire.JsonError, KeyError, TypeError, ValueError):
+                await _answer(send, 422, _refused('send {"attempt": 0, "epoch": 7}'))
+                return
+        await _answer(send, 200, self._guard.floor._asdict())
+
+
+def _asked(how: str, query: bytes, body: bytes) -> str | None:
+    match how:
+        case "tags":
+            return _woken(urllib.parse.parse_qs(query.decode("latin-1")).get("tags"))
+        case "body":
+            return _woken(_json(body).get("tags"))
+        case "rpc":
+            told = _json(body)
+            return _rpc((told.get("method"),), told)
+        case _:
+            return "generate"
+
+
+def _json(body: bytes) -> dict[str, Any]:
+    try:
+        value = wire.decode(body or b"{}")
+    except wire.JsonError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _refused(message: str) -> dict[str, Any]:
+    return {"error": {"type": "EngineRefused", "message": message}}
+
+
+async def _body(receive: Receive) -> bytes:
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b"".join(parts)
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    given = False
+
+    async def replay() -> dict[str, Any]:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
+    body = wire.encode(content)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode("ascii")),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

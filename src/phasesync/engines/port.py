@@ -1,0 +1,171 @@
+"""The port of every engine: check, call, book. What differs between engines is the driver.
+
+The ledger is asked before each call and told after it, so that no driver is ever given a
+call that its engine must not get. A refusal changes nothing; a call that failed, ran out of time
+or was cancelled is booked as failed before anybody hears of it, and is never repeated here.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from phasesync.core.model import Ticket, Version
+from phasesync.engines.base import (
+    EngineDriver,
+    EngineStatus,
+    Evidence,
+    Floor,
+    InFlight,
+    Tag,
+)
+from phasesync.engines.ledger import Call, begun, done, failed, refusal
+from phasesync.engines.tickets import TicketRules, Warden
+from phasesync.errors import EngineError, EngineLost, EngineRefused
+
+__all__ = ("DEADLINES_S", "LedgerPort")
+
+T = TypeVar("T")
+
+DEADLINES_S: Mapping[str, float] = {
+    "pause": 300.0,
+    "resume_generation": 60.0,
+    "release": 120.0,
+    "resume": 120.0,
+    "begin": 120.0,
+    "load": 900.0,
+    "finish": 300.0,
+    "flush": 60.0,
+}
+
+
+class LedgerPort:
+    """An `EnginePort` over any `EngineDriver`."""
+
+    def __init__(
+        self,
+        driver: EngineDriver,
+        *,
+        tickets: TicketRules,
+        version: Version | None = None,
+        deadlines_s: Mapping[str, float] = {},
+    ) -> None:
+        self._driver = driver
+        self._warden = Warden(tickets)
+        self._deadlines_s = {**DEADLINES_S, **deadlines_s}
+        self._status = EngineStatus(tags=driver.tags, version=version)
+
+    @property
+    def driver(self) -> EngineDriver:
+        """The engine's own calls, unguarded."""
+        return self._driver
+
+    async def pause(self, policy: InFlight = "abort") -> None:
+        await self._run(self._call("pause"), lambda: self._driver.pause(policy))
+
+    async def resume_generation(self, ticket: Ticket | None = None) -> None:
+        call = self._call("resume_generation")
+        self._check(call)
+        self._admit(call, "generate", ticket)
+        await self._run(call, lambda: self._driver.resume_generation(ticket))
+
+    async def release(self, tags: tuple[Tag, ...]) -> None:
+        tags = tuple(dict.fromkeys(tags))
+        await self._run(self._call("release", tags=tags), lambda: self._driver.release(tags))
+
+    async def resume(self, tag: Tag, ticket: Ticket | None) -> None:
+        call = self._call("resume", tags=(tag,))
+        self._check(call)
+        self._admit(call, tag, ticket)
+        await self._run(call, lambda: self._driver.resume(tag, ticket))
+
+    async def begin(self, version: Version) -> None:
+        await self._run(self._call("begin", version=version), lambda: self._driver.begin(version))
+
+    async def load(self, bucket: object) -> None:
+        await self._run(self._call("load"), lambda: self._driver.load(bucket))
+
+    async def finish(self, version: Version) -> Evidence:
+        async def commit() -> Evidence:
+            evidence = await self._driver.finish(version)
+            differing = set(evidence.versions) - {str(version)}
+            if differing:
+                raise EngineError(
+                    f"{self._driver.name} was told version {version}; its ranks hold "
+                    f"{', '.join(map(str, evidence.versions))}"
+                )
+            return evidence
+
+        evidence = await self._run(self._call("finish", version=version), commit)
+        if self._status.kv_stale:
+            await self.flush()
+        return evidence
+
+    async def flush(self) -> None:
+        await self._run(self._call("flush"), self._driver.flush)
+
+    async def status(self) -> EngineStatus:
+        return replace(
+            self._status,
+            floor=self._warden.floor,
+            unverified=(*self._driver.unverified, *self._warden.rules.unverified),
+        )
+
+    async def raise_floor(self, floor: Floor) -> None:
+        """Raise the floor here and beside the engine; a call below it is refused at both.
+
+        Raises:
+            EngineError: the guard beside the engine could not be told. The floor here has risen.
+        """
+        await self._driver.raise_floor(self._warden.raise_floor(floor))
+
+    async def spend(self, ticket: Ticket) -> None:
+        """Refuse all tickets of this scope that are older than `ticket`, as recovery must."""
+        self._warden.spend(ticket.key)
+
+    async def close(self) -> None:
+        await self._driver.close()
+
+    def _call(
+        self, name: str, *, tags: tuple[Tag, ...] = (), version: Version | None = None
+    ) -> Call:
+        driver = self._driver
+        return Call(
+            name=name,
+            tags=tags,
+            version=version,
+            releasable=driver.releasable,
+            keeps_weights=driver.keeps_weights,
+            ranks=driver.ranks,
+        )
+
+    def _check(self, call: Call) -> None:
+        if (reason := refusal(self._status, call)) is not None:
+            raise EngineRefused(f"{self._driver.name} {reason}")
+
+    def _admit(self, call: Call, wanted: str, ticket: Ticket | None) -> None:
+        if (reason := self._warden.refusal(wanted, ticket)) is not None:
+            raise EngineRefused(f"{self._driver.name} cannot {call}: {reason}")
+
+    async def _run(self, call: Call, perform: Callable[[], Awaitable[T]]) -> T:
+        self._check(call)
+        self._status = begun(self._status, call)
+        try:
+            async with asyncio.timeout(self._deadlines_s[call.name]) as clock:
+                value = await perform()
+        except asyncio.CancelledError:
+            # The engine may still be doing it.
+            self._status = failed(self._status, call, "cancelled", outcome_known=False)
+            raise
+        except Exception as error:
+            late = clock.expired()
+            why = (
+                f"no answer within {self._deadlines_s[call.name]:g} s"
+                if late
+                else f"{type(error).__name__}: {error}"
+            )
+            known = not late and not isinstance(error, EngineLost)
+            self._status = failed(self._status, call, why, outcome_known=known)
+            raise EngineError(f"{self._driver.name} failed to {call}: {why}") from error
+        self._status = done(self._status, call)
+        return value

@@ -1,0 +1,305 @@
+"""`guard(engine)`: what it refuses, whoever calls, and that the engine never hears of it."""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from phasesync.core import wire
+from phasesync.core.model import Epoch, FenceKey, FenceName, Opened, Ticket
+from phasesync.engines.base import KV_CACHE, WEIGHTS, Floor
+from phasesync.engines.guard import FLOOR_PATH, GUARDED, Guard, GuardMiddleware, guard
+from phasesync.engines.simulated import Budget, SimulatedEngine
+from phasesync.engines.tickets import COLOCATED, TicketRules, VerdictTable, ticket_text
+from phasesync.errors import EngineRefused
+
+from .surfaces import AsyncSurface, SyncSurface
+
+
+class Fences:
+    """Opens a fence at once and hands out its ticket."""
+
+    def __init__(self) -> None:
+        self.table = VerdictTable()
+        self.generation = 0
+
+    def open(
+        self, fence: str, epoch: int = 0, *, scope: str = "replica/0", attempt: int = 0
+    ) -> Ticket:
+        self.generation += 1
+        ticket = Ticket(
+            key=FenceKey("run", attempt, scope, self.generation),
+            fence=FenceName(fence),
+            epoch=Epoch(epoch),
+            count=2,
+            hash=f"{self.generation:064x}",
+        )
+        self.table.record(Opened(ticket=ticket))
+        return ticket
+
+
+@pytest.fixture
+def fences() -> Fences:
+    return Fences()
+
+
+def simulated() -> SimulatedEngine:
+    return SimulatedEngine([Budget(16)])
+
+
+def guarded(opened: Fences, engine: object, **more: Any) -> Guard:
+    return guard(engine, run="run", scope="replica/0", verdicts=opened.table, **more)
+
+
+def bad_tickets(fences: Fences, fence: str) -> dict[str, Ticket | None]:
+    """Floor is epoch 3."""
+    real = fences.open(fence, 3)
+    return {
+        "none was given": None,
+        "floor": fences.open(fence, 2),
+        "scope": fences.open(fence, 3, scope="replica/1"),
+        "this is of": fences.open("another", 3),
+        "no verdict": Ticket(
+            key=FenceKey("run", 0, "replica/0", 999), fence=real.fence, epoch=Epoch(3), count=2,
+            hash=real.hash,
+        ),
+        "gave another ticket": Ticket(
+            key=real.key, fence=real.fence, epoch=Epoch(4), count=2, hash=real.hash
+        ),
+        "is of run": Ticket(
+            key=real.key._replace(run="other"), fence=real.fence, epoch=Epoch(3), count=2,
+            hash=real.hash,
+        ),
+    }  # fmt: skip
+
+
+WAKES: dict[str, Callable[[Any, Ticket | None], Any]] = {
+    "kv": lambda e, t: e.wake_up(["kv_cache"], ticket=t),
+    "kv by keyword": lambda e, t: e.wake_up(tags=["kv_cache"], ticket=t),
+    "all": lambda e, t: e.wake_up(ticket=t),
+    "both": lambda e, t: e.wake_up(["weights", "kv_cache"], ticket=t),
+}
+
+
+@pytest.mark.parametrize("wake", WAKES)
+@pytest.mark.parametrize("surface", [SyncSurface, AsyncSurface])
+def test_a_wake_of_kv_without_a_good_ticket_is_refused(
+    fences: Fences, wake: str, surface: type[Any]
+) -> None:
+    engine = surface(simulated())
+    guarded(fences, engine, floor=Floor(0, 3))
+
+    async def call(ticket: Ticket | None) -> Any:
+        value = WAKES[wake](engine, ticket)
+        return await value if inspect.isawaitable(value) else value
+
+    async def story() -> None:
+        sleeping = engine.sleep(level=2)
+        if sleeping is not None:
+            await sleeping
+        weights = engine.wake_up(["weights"])  # Weights need no ticket unless `fences` says so.
+        if inspect.isawaitable(weights):
+            await weights
+        reached = list(engine.simulated.calls)
+        for said, ticket in bad_tickets(fences, "memory_released").items():
+            with pytest.raises(EngineRefused, match=said):
+                await call(ticket)
+        assert engine.simulated.calls == reached
+        await call(fences.open("memory_released", 3))
+
+    asyncio.run(story())
+
+
+def test_generation_needs_a_ticket_of_its_own_until_the_epoch_is_admitted(fences: Fences) -> None:
+    engine = SyncSurface(simulated())
+    keeper = guarded(fences, engine, floor=Floor(0, 3))
+    for said, ticket in bad_tickets(fences, "ready_to_serve").items():
+        with pytest.raises(EngineRefused, match=said):
+            engine.generate(["a"], ticket=ticket)  # type: ignore[call-arg]
+    assert engine.simulated.calls == []
+    good = fences.open("ready_to_serve", 3)
+    assert engine.generate(["a"], ticket=good) == ["a@0"]  # type: ignore[call-arg]
+    with pytest.raises(EngineRefused, match="none was given"):
+        engine.generate(["a"])
+    keeper.admit(good)
+    assert engine.generate(["a"]) == ["a@0"]
+    assert engine.chat("a") == ["a@0"]  # Its own inner `generate` needs no second ticket.
+    keeper.raise_floor(Floor(0, 4))
+    with pytest.raises(EngineRefused, match="none was given"):
+        engine.generate(["a"])
+
+
+def test_a_stream_is_refused_at_the_call_and_a_sleep_shuts_what_was_admitted(
+    fences: Fences,
+) -> None:
+    engine = AsyncSurface(simulated())
+    guarded(fences, engine)
+
+    async def story() -> None:
+        with pytest.raises(EngineRefused, match="cannot generate"):
+            engine.generate("a", None, "r0")
+        await engine.resume_generation(ticket=fences.open("ready_to_serve"))  # type: ignore[call-arg]
+        assert [text async for text in engine.generate("a", None, "r1")] == ["a@0"]
+        await engine.sleep(level=0)
+        with pytest.raises(EngineRefused, match="none was given"):
+            engine.generate("a", None, "r2")
+
+    asyncio.run(story())
+
+
+def test_a_wake_by_remote_procedure_call_is_a_wake(fences: Fences) -> None:
+    engine = SyncSurface(simulated())
+    guarded(fences, engine)
+    engine.sleep(level=2)
+    calls: tuple[dict[str, Any], ...] = (
+        {"args": (["kv_cache"],)},
+        {"kwargs": {"tags": ["kv_cache"]}},
+        {},
+    )
+    for call in calls:
+        with pytest.raises(EngineRefused, match="memory_released"):
+            engine.collective_rpc("wake_up", **call)
+    assert engine.collective_rpc("echo", args=(1,)) == [(1,)]
+
+
+def test_the_inner_engine_object_is_guarded_too(fences: Fences) -> None:
+    outer, inner = SyncSurface(simulated()), SyncSurface(simulated())
+    outer.llm_engine = inner  # type: ignore[attr-defined]
+    guarded(fences, outer)
+    inner.sleep(level=2)
+    with pytest.raises(EngineRefused):
+        inner.wake_up()
+    inner.wake_up(ticket=fences.open("memory_released"))  # type: ignore[call-arg]
+
+
+def test_a_frozen_leader_is_refused_after_its_replacement_has_resumed(fences: Fences) -> None:
+    """Frozen between pass and resume, replaced, then awake: its ticket was good once."""
+    engine = SyncSurface(simulated())
+    guarded(fences, engine)
+    engine.sleep(level=2)
+    frozen = fences.open("memory_released", 7)
+    engine.wake_up(["weights"])
+    engine.wake_up(["kv_cache"], ticket=fences.open("memory_released", 7, attempt=1))  # type: ignore[call-arg]
+    engine.sleep(level=2)
+    with pytest.raises(EngineRefused, match="floor is attempt 1, epoch 7"):
+        engine.wake_up(["kv_cache"], ticket=frozen)  # type: ignore[call-arg]
+
+
+def test_weights_are_guarded_where_the_fences_say_so(fences: Fences) -> None:
+    engine = SyncSurface(simulated())
+    guarded(fences, engine, fences=COLOCATED)
+    engine.sleep(level=2)
+    with pytest.raises(EngineRefused, match="ready_for_weights"):
+        engine.wake_up(["weights"])
+    engine.wake_up(["weights"], ticket=fences.open("ready_for_weights"))  # type: ignore[call-arg]
+
+
+def test_a_guard_comes_off_and_there_is_only_one(fences: Fences) -> None:
+    engine = SyncSurface(simulated())
+    keeper = guarded(fences, engine)
+    assert "tags" in inspect.signature(engine.wake_up).parameters
+    with pytest.raises(EngineRefused, match="a guard already"):
+        guarded(fences, engine)
+    keeper.remove()
+    assert engine.generate(["a"]) == ["a@0"]
+    assert "generate" not in vars(engine)
+
+
+# --- behind HTTP ---------------------------------------------------------------------------
+
+
+class Server:
+    """An ASGI application over the simulated engine, under the guard's middleware."""
+
+    def __init__(self, fences: Fences) -> None:
+        self.engine = simulated()
+
+        class Keeper(GuardMiddleware):
+            rules = TicketRules(run="run", scope="replica/0", verdicts=fences.table, fences=GUARDED)
+
+        self.app = Keeper(self.serve)
+
+    async def serve(self, scope: Any, receive: Any, send: Any) -> None:
+        body = (await receive())["body"]
+        match scope["path"]:
+            case "/sleep":
+                self.engine.sleep((WEIGHTS, KV_CACHE))
+            case "/wake_up":
+                self.engine.wake(None)
+            case "/v1/completions":
+                body = self.engine.generate("a").encode()
+            case _:
+                pass
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    def post(
+        self, path: str, query: str = "", body: object = None, ticket: Ticket | None = None
+    ) -> tuple[int, bytes]:
+        headers = [] if ticket is None else [(b"X-Phasesync-Ticket", ticket_text(ticket).encode())]
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"" if body is None else wire.encode(body)}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http", "method": "POST", "path": path, "query_string": query.encode(),
+            "headers": headers,
+        }  # fmt: skip
+        asyncio.run(self.app(scope, receive, send))
+        return sent[0]["status"], sent[1]["body"]
+
+
+def test_a_server_refuses_what_has_no_ticket_in_its_header(fences: Fences) -> None:
+    server = Server(fences)
+    assert server.post("/sleep", "level=2")[0] == 200
+    reached = list(server.engine.calls)
+    for path, query, body in (
+        ("/wake_up", "tags=kv_cache", None),
+        ("/wake_up", "tags=weights&tags=kv_cache", None),
+        ("/wake_up", "", None),
+        ("/collective_rpc", "", {"method": "wake_up", "kwargs": {"tags": ["kv_cache"]}}),
+        ("/resume_memory_occupation", "", {"tags": ["kv_cache"]}),
+        ("/resume", "", None),
+        ("/v1/completions", "", {"prompt": "a"}),
+    ):
+        status, said = server.post(path, query, body)
+        assert (status, b"EngineRefused" in said) == (409, True), (path, said)
+    assert server.engine.calls == reached
+    assert server.post("/wake_up", ticket=fences.open("memory_released"))[0] == 200
+    assert server.post("/collective_rpc", body={"method": "echo"})[1] == b'{"method":"echo"}'
+
+
+def test_a_server_serves_the_admitted_epoch_until_its_floor_rises(fences: Fences) -> None:
+    server = Server(fences)
+    good = fences.open("ready_to_serve", 1)
+    assert server.post("/resume", ticket=good)[0] == 200
+    assert server.post("/v1/completions", body={"prompt": "a"}) == (200, b"a@0")
+    assert server.post(FLOOR_PATH, body={"attempt": 0, "epoch": 2})[0] == 200
+    assert server.post("/v1/completions", body={"prompt": "a"})[0] == 409
+    assert server.post("/resume", ticket=good)[0] == 409
+    assert server.post(FLOOR_PATH, body={"epoch": "?"})[0] == 422
+
+
+def test_a_header_that_is_no_ticket_is_refused(fences: Fences) -> None:
+    server = Server(fences)
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/wake_up", "query_string": b"",
+        "headers": [(b"x-phasesync-ticket", b"{}")],
+    }  # fmt: skip
+    asyncio.run(server.app(scope, receive, send))
+    assert sent[0]["status"] == 409
+    assert b"is no ticket" in sent[1]["body"]
