@@ -9,6 +9,7 @@ PhasesyncError
 │   ├── EpochOrderError  re-entered, skipped or unfinished epoch; two runners for one rank
 │   └── EngineRefused    a call that the engine must not get now
 ├── EngineError          who looks after the engine: it failed, or is not installed
+│   └── EngineLost       it did not answer; whether it did the work is unknown
 ├── FenceError           who looks after the cluster
 │   ├── FenceBroken      a fence broke; carries the root cause
 │   ├── StaleArrival     an old verdict must not release this rank

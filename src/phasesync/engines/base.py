@@ -122,6 +122,10 @@ class EngineDriver(typing.Protocol):
         """The tags that can be released and resumed, in the order in which they are resumed."""
 
     @property
+    def policies(self) -> tuple[InFlight, ...]:
+        """What a pause can do with requests that are under way."""
+
+    @property
     def releasable(self) -> tuple[frozenset[Tag], ...]:
         """The sets of tags that one release can name; empty where any set will do."""
 
@@ -136,6 +140,13 @@ class EngineDriver(typing.Protocol):
     @property
     def unverified(self) -> tuple[str, ...]:
         """What could not be checked about this engine's version, one sentence each."""
+
+    async def prepare(self) -> None:
+        """Find out, once, what the engine can do; asked before anything else.
+
+        Raises:
+            EngineError: it does not answer, or cannot do what a weight sync needs.
+        """
 
     async def pause(self, policy: InFlight) -> None:
         """Stop scheduling; what runs is aborted, finished, kept or retracted."""
@@ -196,7 +207,7 @@ class EnginePort(typing.Protocol):
         """Drop the caches; refused while KV is released or the gate is open."""
 
     async def status(self) -> EngineStatus:
-        """What is known now, without asking the engine."""
+        """What is known now; the engine is asked only the first time, what it can do."""
 
     async def raise_floor(self, floor: Floor) -> None:
         """Refuse every ticket below `floor` from now on, late ones included."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from phasesync.core.model import Version
-from phasesync.engines.base import KV_CACHE, WEIGHTS, EngineStatus, Tag
+from phasesync.engines.base import KV_CACHE, WEIGHTS, EngineStatus, InFlight, Tag
 
 __all__ = ("Call", "begun", "done", "failed", "refusal")
 
@@ -20,6 +20,8 @@ class Call:
 
     name: str
     tags: tuple[Tag, ...] = ()
+    policy: InFlight | None = None
+    policies: tuple[InFlight, ...] = ()
     version: Version | None = None
     releasable: tuple[frozenset[Tag], ...] = ()
     keeps_weights: bool = False
@@ -27,7 +29,7 @@ class Call:
 
     def __str__(self) -> str:
         what = ", ".join(map(repr, self.tags)) or (
-            "" if self.version is None else f"version {self.version}"
+            (self.policy or "") if self.version is None else f"version {self.version}"
         )
         return f"{self.name}({what})"
 
@@ -63,7 +65,7 @@ _KNOWN: Rule = (
 )
 
 _RULES: Mapping[str, tuple[Rule, ...]] = {
-    "pause": (),
+    "pause": ((lambda _, c: c.policy not in c.policies, "this engine knows only {policies}"),),
     "resume_generation": (
         (lambda s, _: bool(s.asleep), "{asleep} is released; resume it first"),
         (lambda s, _: bool(s.doubtful), "{doubtful} may be unmapped; replace the engine"),
@@ -140,6 +142,7 @@ def refusal(status: EngineStatus, call: Call) -> str | None:
                 before=_names(
                     set(_before(status, call.tags[0])) & status.asleep if call.tags else ()
                 ),
+                policies=_names(call.policies),
                 releasable=" or ".join("{" + _names(tags) + "}" for tags in call.releasable),
             )
     return None

@@ -7,6 +7,7 @@ or was cancelled is booked as failed before anybody hears of it, and is never re
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from phasesync.engines.base import (
     InFlight,
     Tag,
 )
+from phasesync.engines.gate import Gate, Late
 from phasesync.engines.ledger import Call, begun, done, failed, refusal
 from phasesync.engines.tickets import TicketRules, Warden
 from phasesync.errors import EngineError, EngineLost, EngineRefused
@@ -26,6 +28,8 @@ from phasesync.errors import EngineError, EngineLost, EngineRefused
 __all__ = ("DEADLINES_S", "LedgerPort")
 
 T = TypeVar("T")
+
+_DRAINS = frozenset({"abort", "wait"})
 
 DEADLINES_S: Mapping[str, float] = {
     "pause": 300.0,
@@ -49,62 +53,82 @@ class LedgerPort:
         tickets: TicketRules,
         version: Version | None = None,
         deadlines_s: Mapping[str, float] = {},
+        late: Late = "reject",
     ) -> None:
         self._driver = driver
         self._warden = Warden(tickets)
+        self._gate = Gate(late=late)
         self._deadlines_s = {**DEADLINES_S, **deadlines_s}
-        self._status = EngineStatus(tags=driver.tags, version=version)
+        self._status = EngineStatus(version=version)
+        self._ready = False
 
     @property
     def driver(self) -> EngineDriver:
         """The engine's own calls, unguarded."""
         return self._driver
 
+    def admission(self) -> AbstractAsyncContextManager[None]:
+        """Hold this while a request is under way; refused or parked while the engine is paused."""
+        return self._gate.admission()
+
     async def pause(self, policy: InFlight = "abort") -> None:
-        await self._run(self._call("pause"), lambda: self._driver.pause(policy))
+        call = await self._call("pause", policy=policy)
+        self._check(call)
+        self._gate.shut()
+
+        async def stop() -> None:
+            await self._driver.pause(policy)
+            if policy in _DRAINS:
+                await self._gate.drained()
+
+        await self._run(call, stop)
 
     async def resume_generation(self, ticket: Ticket | None = None) -> None:
-        call = self._call("resume_generation")
+        call = await self._call("resume_generation")
         self._check(call)
         self._admit(call, "generate", ticket)
         await self._run(call, lambda: self._driver.resume_generation(ticket))
+        self._gate.open()
 
     async def release(self, tags: tuple[Tag, ...]) -> None:
         tags = tuple(dict.fromkeys(tags))
-        await self._run(self._call("release", tags=tags), lambda: self._driver.release(tags))
+        call = await self._call("release", tags=tags)
+        await self._run(call, lambda: self._driver.release(tags))
 
     async def resume(self, tag: Tag, ticket: Ticket | None) -> None:
-        call = self._call("resume", tags=(tag,))
+        call = await self._call("resume", tags=(tag,))
         self._check(call)
         self._admit(call, tag, ticket)
         await self._run(call, lambda: self._driver.resume(tag, ticket))
 
     async def begin(self, version: Version) -> None:
-        await self._run(self._call("begin", version=version), lambda: self._driver.begin(version))
+        call = await self._call("begin", version=version)
+        await self._run(call, lambda: self._driver.begin(version))
 
     async def load(self, bucket: object) -> None:
-        await self._run(self._call("load"), lambda: self._driver.load(bucket))
+        call = await self._call("load")
+        await self._run(call, lambda: self._driver.load(bucket))
 
     async def finish(self, version: Version) -> Evidence:
         async def commit() -> Evidence:
             evidence = await self._driver.finish(version)
-            differing = set(evidence.versions) - {str(version)}
-            if differing:
+            if set(evidence.versions) - {str(version)}:
                 raise EngineError(
                     f"{self._driver.name} was told version {version}; its ranks hold "
                     f"{', '.join(map(str, evidence.versions))}"
                 )
             return evidence
 
-        evidence = await self._run(self._call("finish", version=version), commit)
+        evidence = await self._run(await self._call("finish", version=version), commit)
         if self._status.kv_stale:
             await self.flush()
         return evidence
 
     async def flush(self) -> None:
-        await self._run(self._call("flush"), self._driver.flush)
+        await self._run(await self._call("flush"), self._driver.flush)
 
     async def status(self) -> EngineStatus:
+        await self._prepare()
         return replace(
             self._status,
             floor=self._warden.floor,
@@ -126,18 +150,32 @@ class LedgerPort:
     async def close(self) -> None:
         await self._driver.close()
 
-    def _call(
-        self, name: str, *, tags: tuple[Tag, ...] = (), version: Version | None = None
+    async def _call(
+        self,
+        name: str,
+        *,
+        tags: tuple[Tag, ...] = (),
+        policy: InFlight | None = None,
+        version: Version | None = None,
     ) -> Call:
         driver = self._driver
+        await self._prepare()
         return Call(
             name=name,
             tags=tags,
+            policy=policy,
+            policies=driver.policies,
             version=version,
             releasable=driver.releasable,
             keeps_weights=driver.keeps_weights,
             ranks=driver.ranks,
         )
+
+    async def _prepare(self) -> None:
+        if not self._ready:
+            await self._driver.prepare()
+            self._status = replace(self._status, tags=self._driver.tags)
+            self._ready = True
 
     def _check(self, call: Call) -> None:
         if (reason := refusal(self._status, call)) is not None:

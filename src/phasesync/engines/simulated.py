@@ -242,6 +242,7 @@ class SimulatedDriver:
     """A simulated engine behind the same port as a real one; a bucket is a version to hold."""
 
     releasable: tuple[frozenset[Tag], ...] = ()
+    policies: tuple[InFlight, ...] = ("abort", "wait", "keep")
     unverified: tuple[str, ...] = ()
 
     def __init__(self, engine: SimulatedEngine) -> None:
@@ -262,6 +263,9 @@ class SimulatedDriver:
     @property
     def ranks(self) -> int:
         return len(self.engine.devices)
+
+    async def prepare(self) -> None:
+        """Nothing has to be found out about it."""
 
     async def pause(self, policy: InFlight) -> None:
         self.engine.pause(policy)

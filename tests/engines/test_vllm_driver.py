@@ -1,0 +1,213 @@
+"""`VllmEngine` over objects that have vLLM's methods and faults; the real one is in tests/vllm."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from phasesync.core.model import Epoch, FenceKey, FenceName, Opened, Ticket, Version
+from phasesync.engines.base import KV_CACHE, WEIGHTS, Floor
+from phasesync.engines.conformance import check_engine_port
+from phasesync.engines.guard import guard
+from phasesync.engines.simulated import Budget, SimulatedEngine
+from phasesync.engines.tickets import TicketRules, VerdictTable
+from phasesync.engines.vllm import Lora, Rpc, VllmEngine
+from phasesync.errors import EngineError, EngineRefused
+
+from .surfaces import AsyncSurface, SyncSurface
+
+RULES = TicketRules(run="run", scope="replica/0")
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def simulated() -> SimulatedEngine:
+    return SimulatedEngine([Budget(16)])
+
+
+def bucket(version: int) -> dict[str, str]:
+    return {"version": str(version)}
+
+
+def ticket(fence: str, epoch: int = 0) -> Ticket:
+    return Ticket(
+        key=FenceKey("run", 0, "replica/0", 1),
+        fence=FenceName(fence),
+        epoch=Epoch(epoch),
+        count=1,
+        hash="00" * 32,
+    )
+
+
+class Streaming(AsyncSurface):
+    """The update calls of an asynchronous engine."""
+
+    async def start_weight_update(self) -> None:
+        self.simulated.start_update()
+
+    async def update_weights(self, request: Any) -> None:
+        info = request["update_info"] if isinstance(request, dict) else request.update_info
+        self.simulated.update(info["version"])
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.simulated.finish_update()
+
+    async def get_weight_version(self) -> str | None:
+        return self.simulated.version
+
+    async def reset_prefix_cache(self) -> bool:
+        return self.simulated.flush()
+
+
+@pytest.mark.parametrize("surface", [SyncSurface, Streaming])
+def test_the_port_over_vllm_keeps_every_promise(surface: type[Any]) -> None:
+    async def make(rules: TicketRules) -> VllmEngine:
+        return VllmEngine(surface(simulated()), tickets=rules, version=Version(0))
+
+    run(check_engine_port(make, bucket))
+
+
+def test_a_release_that_keeps_the_weights_needs_no_update() -> None:
+    engine = VllmEngine(SyncSurface(simulated()), tickets=RULES, level=1)
+
+    async def story() -> None:
+        await engine.pause()
+        await engine.release((WEIGHTS, KV_CACHE))
+        await engine.resume(WEIGHTS, ticket("ready_for_weights"))
+        await engine.resume(KV_CACHE, ticket("memory_released"))
+        await engine.resume_generation(ticket("ready_to_serve"))
+        await engine.close()
+
+    run(story())
+
+
+def test_kv_alone_is_released_only_where_vllm_can() -> None:
+    engine = VllmEngine(SyncSurface(simulated()), tickets=RULES)
+
+    async def story() -> None:
+        await engine.pause()
+        with pytest.raises(EngineRefused, match=r"releases only \{'kv_cache', 'weights'\}"):
+            await engine.release((KV_CACHE,))
+        with pytest.raises(EngineRefused, match="knows only"):
+            await engine.pause("retract")
+        await engine.close()
+
+    run(story())
+
+
+def test_an_engine_that_wakes_nothing_is_found_out() -> None:
+    """One wrong tag: vLLM warns in its log, wakes nothing and returns."""
+
+    class Deaf(SyncSurface):
+        def wake_up(self, tags: list[str] | None = None) -> bool:
+            return super().wake_up(["weights", "no_such_tag"])
+
+    engine = VllmEngine(Deaf(simulated()), tickets=RULES)
+
+    async def story() -> None:
+        await engine.pause()
+        await engine.release((WEIGHTS, KV_CACHE))
+        await engine.resume(WEIGHTS, ticket("ready_for_weights"))
+        await engine.begin(Version(1))
+        with pytest.raises(EngineError, match="setStorage"):
+            await engine.load(bucket(1))
+        await engine.close()
+
+    run(story())
+
+
+def test_a_guarded_engine_is_given_the_ticket() -> None:
+    table = VerdictTable()
+    for generation, fence in enumerate(("ready_for_weights", "memory_released", "ready_to_serve")):
+        table.record(Opened(ticket=numbered(fence, generation)))
+    raw = Streaming(simulated())
+    keeper = guard(raw, run="run", scope="replica/0", verdicts=table)
+    engine = VllmEngine(raw, tickets=RULES)
+
+    async def story() -> None:
+        await engine.pause()
+        await engine.release((WEIGHTS, KV_CACHE))
+        await engine.resume(WEIGHTS, numbered("ready_for_weights", 0))
+        await engine.begin(Version(1))
+        await engine.load(bucket(1))
+        await engine.finish(Version(1))
+        with pytest.raises(EngineError, match="no verdict"):
+            await engine.resume(KV_CACHE, numbered("memory_released", 99))
+
+    run(story())
+    assert raw.simulated.asleep == {KV_CACHE}
+    assert keeper.floor == Floor(0, 0)
+
+    async def whole() -> None:
+        again = VllmEngine(raw, tickets=RULES)
+        await again.pause()
+        await again.raise_floor(Floor(0, 1))
+
+    run(whole())
+    assert keeper.floor == Floor(0, 1)
+
+
+def numbered(fence: str, generation: int) -> Ticket:
+    return Ticket(
+        key=FenceKey("run", 0, "replica/0", generation),
+        fence=FenceName(fence),
+        epoch=Epoch(0),
+        count=1,
+        hash="00" * 32,
+    )
+
+
+def test_requests_pass_our_gate_and_a_pause_waits_for_them() -> None:
+    engine = VllmEngine(Streaming(simulated()), tickets=RULES)
+    order: list[str] = []
+
+    async def story() -> None:
+        async def request() -> None:
+            async for text in engine.stream("a", None, "r0"):
+                await asyncio.sleep(0.05)
+                order.append(text)
+
+        asking = asyncio.ensure_future(request())
+        await asyncio.sleep(0.01)
+        await engine.pause("wait")
+        order.append("paused")
+        with pytest.raises(EngineRefused, match="not serving"):
+            await request()
+        await asking
+
+    run(story())
+    assert order == ["a@0", "paused"]
+
+
+def test_what_is_missing_is_said_before_anything_is_done() -> None:
+    class Bare:
+        def sleep(self) -> None: ...
+        def wake_up(self) -> None: ...
+
+    async def story(engine: VllmEngine) -> None:
+        with pytest.raises(EngineError, match=r"has no sleep\(level\), wake_up\(tags\), co"):
+            await engine.pause()
+
+    run(story(VllmEngine(Bare(), tickets=RULES, transfer=Rpc())))
+    with pytest.raises(EngineError, match="is no vLLM engine"):
+        VllmEngine(object(), tickets=RULES)
+    with pytest.raises(EngineError, match="needs its base resident"):
+        VllmEngine(Bare(), tickets=RULES, transfer=Lora())
+
+
+def test_what_could_not_be_verified_is_listed() -> None:
+    engine = VllmEngine(SyncSurface(simulated()), tickets=RULES)
+
+    async def story() -> str:
+        await engine.pause()
+        await engine.close()
+        return "\n".join((await engine.status()).unverified)
+
+    said = run(story())
+    assert "checked by name only" in said
+    assert "how many ranks" in said
+    assert "WorkerExtension" in said
+    assert "no `verdicts`" in said
