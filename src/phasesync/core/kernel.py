@@ -39,16 +39,21 @@ __all__ = (
     "apply",
     "cell",
     "content_of",
+    "crashed",
     "enabled",
     "fences_left",
+    "heard",
     "initial",
     "input_lost",
+    "landed",
     "mapped_of",
     "next_step",
     "program",
     "refusal",
     "rows",
     "step",
+    "synchronised",
+    "touched",
 )
 
 
@@ -147,7 +152,8 @@ class RankState(NamedTuple):
 
 
 class FenceState(NamedTuple):
-    """One fence instance: arrivals are bits, one a rank; the first verdict stays."""
+    """One fence instance: arrivals are bits, one a rank, and count only while it is shut; the
+    first verdict stays."""
 
     epoch: int
     stage: Stage
@@ -447,7 +453,7 @@ def enabled(
             left = fences_left(plan, rank, state)
             if (
                 left
-                and _heard(plan, rank, state, left)
+                and heard(plan, rank, state, left)
                 and (_find(system, state, left[0]).verdict is Verdict.BROKEN)
             ):
                 yield Event(Kind.ABORT, rank, left[0].fence)
@@ -468,7 +474,7 @@ def _may_begin(system: System, state: RankState, epochs: int) -> bool:
     return state.stage is Stage.EPOCH or all(other.status not in _GONE for other in system.ranks)
 
 
-def _heard(plan: Plan, rank: int, state: RankState, left: tuple[Wait, ...]) -> bool:
+def heard(plan: Plan, rank: int, state: RankState, left: tuple[Wait, ...]) -> bool:
     """Whether a break of the next fence stops the rank at once.
 
     The break of an epoch's last fence is learned there, not before: whoever is not in the scope
@@ -496,14 +502,14 @@ def step(plan: Plan, system: System, event: Event) -> System:
     match kind:
         case Kind.START | Kind.END | Kind.FAIL:
             assert isinstance(here, Act)
-            cells = _touched(plan, cells, here, Moment(kind), state.epoch)
+            cells = touched(plan, cells, here, Moment(kind), state.epoch)
             if kind is Kind.FAIL:
                 fences = _fail_rest(plan, system.fences, rank, state)
                 faults += not input_lost(system.cells, here)
         case Kind.ARRIVE:
             assert isinstance(here, Wait)
             if "device_synchronised" in here.established:
-                cells = _synchronised(plan, cells, state.pending)
+                cells = synchronised(plan, cells, state.pending)
             fences = _arrive(plan, system, rank, state, here)
         case Kind.REFUSE:
             fences = _fail_rest(plan, system.fences, rank, state)
@@ -529,7 +535,7 @@ def input_lost(cells: Sequence[int], act: Act) -> bool:
     )
 
 
-def _touched(
+def touched(
     plan: Plan, cells: tuple[int, ...], act: Act, moment: Moment, version: int
 ) -> tuple[int, ...]:
     if not act.touches:
@@ -542,7 +548,7 @@ def _touched(
     return tuple(after)
 
 
-def _synchronised(plan: Plan, cells: tuple[int, ...], pending: tuple[int, ...]) -> tuple[int, ...]:
+def synchronised(plan: Plan, cells: tuple[int, ...], pending: tuple[int, ...]) -> tuple[int, ...]:
     if not pending:
         return cells
     after = list(cells)
@@ -572,10 +578,12 @@ def _arrive(
     plan: Plan, system: System, rank: int, state: RankState, wait: Wait
 ) -> tuple[FenceState, ...]:
     found = _find(system, state, wait)
+    if found.verdict is not Verdict.SHUT:
+        return system.fences
     arrived = found.arrived | 1 << rank
-    verdict = found.verdict
-    if verdict is Verdict.SHUT:
-        verdict = _decided(plan, system, arrived, wait, state.stage)
+    verdict = _decided(plan, system, arrived, wait, state.stage)
+    if verdict is not Verdict.SHUT:
+        arrived = 0
     return _put(system.fences, found._replace(arrived=arrived, verdict=verdict))
 
 
@@ -613,7 +621,7 @@ def _fail_rest(
             FenceState(state.epoch, state.stage, wait.scope, wait.fence),
         )
         if found.verdict is Verdict.SHUT:
-            fences = _put(fences, found._replace(verdict=Verdict.BROKEN))
+            fences = _put(fences, found._replace(arrived=0, verdict=Verdict.BROKEN))
     return fences
 
 
@@ -658,33 +666,51 @@ def _crash(plan: Plan, system: System, rank: int) -> System:
     state = system.ranks[rank]
     here = next_step(plan, rank, state)
     acting = state.status in (Status.ACTING, Status.HUNG) and isinstance(here, Act) and here.led
-    who = plan.members[rank]
-    cells = tuple(
-        cell(Mapped.LOST) if plan.owner[number] == who and value & 3 != Mapped.NO else value
-        for number, value in enumerate(system.cells)
-    )
-    if isinstance(here, Act) and state.status in (Status.ACTING, Status.HUNG) and not acting:
-        cells = tuple(
-            value if plan.owner[number] == who else after
-            for number, (value, after) in enumerate(
-                zip(cells, _touched(plan, cells, here, Moment.FAIL, state.epoch), strict=True)
-            )
-        )
+    cells = crashed(plan, system.cells, rank, state)
     if state.status is Status.WAITING:
         state = state._replace(at=state.at + 1)  # It arrived: that fence may open without it.
     status = Status.DEAD_ACTING if acting else Status.DEAD
     return _placed(plan, system, rank, state._replace(status=status, pending=()), cells, 1)
 
 
-def _land(plan: Plan, system: System, rank: int) -> System:
-    state = system.ranks[rank]
+def crashed(plan: Plan, cells: tuple[int, ...], rank: int, state: RankState) -> tuple[int, ...]:
+    """Memory after the process of `rank` died: its own is lost, what it worked on is unknown
+    unless the call was one to an engine, which goes on without it."""
+    who = plan.members[rank]
+    after = tuple(
+        cell(Mapped.LOST) if plan.owner[number] == who and value & 3 != Mapped.NO else value
+        for number, value in enumerate(cells)
+    )
+    here = next_step(plan, rank, state)
+    if state.status not in _IN_ACT or not isinstance(here, Act) or here.led:
+        return after
+    failed = touched(plan, after, here, Moment.FAIL, state.epoch)
+    return _but_own(plan, rank, after, failed)
+
+
+_IN_ACT = frozenset((Status.ACTING, Status.HUNG))
+
+
+def landed(plan: Plan, cells: tuple[int, ...], rank: int, state: RankState) -> tuple[int, ...]:
+    """Memory after the call of a dead leader reached its end on the engine."""
     here = next_step(plan, rank, state)
     assert isinstance(here, Act)
-    cells = _touched(plan, system.cells, here, Moment.END, state.epoch)
-    cells = tuple(
-        before if plan.owner[number] == plan.members[rank] else after
-        for number, (before, after) in enumerate(zip(system.cells, cells, strict=True))
+    return _but_own(plan, rank, cells, touched(plan, cells, here, Moment.END, state.epoch))
+
+
+def _but_own(
+    plan: Plan, rank: int, before: tuple[int, ...], after: tuple[int, ...]
+) -> tuple[int, ...]:
+    who = plan.members[rank]
+    return tuple(
+        old if owner == who else new
+        for owner, old, new in zip(plan.owner, before, after, strict=True)
     )
+
+
+def _land(plan: Plan, system: System, rank: int) -> System:
+    state = system.ranks[rank]
+    cells = landed(plan, system.cells, rank, state)
     return _placed(plan, system, rank, state._replace(status=Status.DEAD), cells, 0)
 
 
@@ -707,7 +733,7 @@ def _deadline(plan: Plan, system: System, rank: int) -> System:
     assert isinstance(here, Wait)
     found = _find(system, state, here)
     if found.verdict is Verdict.SHUT:
-        found = found._replace(verdict=Verdict.BROKEN)
+        found = found._replace(arrived=0, verdict=Verdict.BROKEN)
     return system._replace(fences=_put(system.fences, found))
 
 
