@@ -1,0 +1,215 @@
+"""The journal: one JSON line a fact, written before it is told to anybody.
+
+Each rank and incarnation has a file of its own, append-only, one `write` a line, so that what a
+crash leaves is whole lines and at most one torn one. A full disk or a read-only folder never takes
+the sync down: the journal warns once and counts what it lost, and the gap in `seq` shows it.
+structlog runs with processors of its own; `structlog.configure` belongs to the application.
+"""
+
+import errno
+import os
+import socket
+import time
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import structlog
+
+from phasesync.core import wire
+from phasesync.core.model import Rank
+from phasesync.errors import PlanError
+
+__all__ = ("ERROR_BYTES_MAX", "FORMAT", "FSYNC", "Journal", "JournalWarning", "line_cut")
+
+FORMAT = 1
+FSYNC = ("none", "epoch", "line")
+ERROR_BYTES_MAX = 2048
+
+
+class JournalWarning(UserWarning):
+    """Lines of the journal are lost; the sync goes on."""
+
+
+class _File:
+    """An append-only file that takes whole lines and never raises for the disk's sake."""
+
+    def __init__(self, path: Path, *, fsync: bool) -> None:
+        self.path = path
+        self.lost = 0
+        self._fsync = fsync
+        self._torn = False
+        self._warned = False
+        self._fd: int | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            self._warn(error)
+
+    def msg(self, line: bytes) -> None:
+        """Write one line; count it as lost where that fails."""
+        if self._fd is None:
+            self.lost += 1
+            return
+        data = b"\n" + line if self._torn else line
+        try:
+            written = os.write(self._fd, data)
+            if written < len(data):
+                self._torn = True
+                raise OSError(errno.ENOSPC, "the line was cut short")
+            self._torn = False
+            if self._fsync:
+                os.fsync(self._fd)
+        except OSError as error:
+            self.lost += 1
+            self._warn(error)
+
+    def flush(self) -> None:
+        """Make sure of what was written, as far as the disk does."""
+        if self._fd is not None:
+            try:
+                os.fsync(self._fd)
+            except OSError as error:
+                self._warn(error)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _warn(self, error: OSError) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        reason = error.strerror or str(error)
+        warnings.warn(
+            f"journal {self.path}: {reason}; the sync goes on, lines are lost and counted",
+            JournalWarning,
+            stacklevel=2,
+        )
+
+
+class Journal:
+    """What one rank did, as lines in `<runs>/<run>/<role>-<rank>.<incarnation>.jsonl`.
+
+    `wall` gives UTC seconds and `mono_ns` nanoseconds; simulated ranks bring clocks of their own.
+
+    Raises:
+        PlanError: `fsync` is not one of FSYNC, or `run` cannot be a folder's name.
+    """
+
+    def __init__(
+        self,
+        runs: Path | str,
+        *,
+        run: str,
+        rank: Rank,
+        ranks: int,
+        incarnation: int = 0,
+        device: str = "",
+        fsync: str = "none",
+        host: str | None = None,
+        wall: Callable[[], float] = time.time,
+        mono_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        if fsync not in FSYNC:
+            raise PlanError(f"fsync is {fsync!r}; it must be one of: {', '.join(FSYNC)}")
+        if not run or "/" in run or run in (".", "..") or "\0" in run:
+            raise PlanError(f"run {run!r} cannot name a folder; use letters, digits, '-' and '.'")
+        path = Path(runs) / run / f"{rank.role}-{rank.number}.{incarnation}.jsonl"
+        self._file = _File(path, fsync=fsync == "line")
+        self._epochs = fsync == "epoch"
+        self._wall = wall
+        self._mono_ns = mono_ns
+        self._seq = 0
+        self._common: dict[str, Any] = {
+            "run": run,
+            "role": rank.role,
+            "rank": rank.number,
+            "incarnation": incarnation,
+            "host": host or socket.gethostname(),
+            "pid": os.getpid(),
+            "device": device,
+            "ranks": ranks,
+        }
+        self._log = structlog.wrap_logger(
+            self._file,
+            processors=[self._stamp, _render],
+            wrapper_class=structlog.BoundLogger,
+        )
+
+    @property
+    def path(self) -> Path:
+        return self._file.path
+
+    @property
+    def lost(self) -> int:
+        """How many lines could not be written."""
+        return self._file.lost
+
+    @property
+    def seq(self) -> int:
+        """The number that the next line will have."""
+        return self._seq
+
+    def bind(self, **fields: Any) -> None:
+        """Put `fields` on every line from now on."""
+        self._common.update(fields)
+
+    def write(self, event: str, *, level: str = "info", **fields: Any) -> int:
+        """Write one fact; None fields are left out. The line's `seq`."""
+        seq = self._seq
+        self._log.msg(event, level=level, **fields)
+        if self._epochs and event in ("epoch.end", "rank.exit"):
+            self._file.flush()
+        return seq
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _stamp(
+        self, _logger: object, _name: str, entry: MutableMapping[str, Any]
+    ) -> Mapping[str, Any]:
+        line: dict[str, Any] = {
+            "event": entry.pop("event"),
+            "level": entry.pop("level"),
+            "journal": FORMAT,
+            "timestamp": datetime.fromtimestamp(self._wall(), UTC).strftime(
+                "%Y-%m-%dT%H:%M:%S.%fZ"
+            ),
+            "mono_ns": self._mono_ns(),
+            "seq": self._seq,
+            **self._common,
+        }
+        line.update((key, value) for key, value in entry.items() if value is not None)
+        if isinstance(line.get("error"), str):
+            line["error"] = line_cut(line["error"])
+        self._seq += 1
+        return line
+
+
+def _render(_logger: object, _name: str, entry: Mapping[str, Any]) -> bytes:
+    return wire.encode(entry) + b"\n"
+
+
+def line_cut(text: str) -> str:
+    """`text` within ERROR_BYTES_MAX bytes of UTF-8."""
+    data = text.encode(errors="replace")
+    if len(data) <= ERROR_BYTES_MAX:
+        return data.decode()
+    return data[: ERROR_BYTES_MAX - 3].decode(errors="ignore") + "..."

@@ -1,0 +1,7 @@
+"""Ranks for real: the protocol run around a user's own code."""
+
+from phasesync.runtime.actions import Turn
+from phasesync.runtime.device import DevicePort, HostDevice
+from phasesync.runtime.runner import EpochReport, RankRunner
+
+__all__ = ("DevicePort", "EpochReport", "HostDevice", "RankRunner", "Turn")

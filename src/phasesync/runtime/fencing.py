@@ -1,0 +1,249 @@
+"""One rank's dealings with fences: which instance comes next, what it reports, what it heard.
+
+Every verdict goes to the journal before anybody acts on it. Generations count the fences that a
+scope instance has come to, passed or not, so that all members name the same instance after a
+failure too.
+"""
+
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from phasesync.core.fence import judged_list
+from phasesync.core.kernel import RankState, Stage, fences_left
+from phasesync.core.model import (
+    Arrival,
+    Broken,
+    Epoch,
+    FenceCall,
+    FenceKey,
+    FenceVerdict,
+    Opened,
+    Rank,
+    RootCause,
+    Ticket,
+    Version,
+)
+from phasesync.core.plan import Plan, Wait
+from phasesync.errors import FenceBroken, FenceError, StaleArrival, StoreLost, describe
+from phasesync.fences.base import FenceTransport
+from phasesync.journal import Journal, line_cut
+
+__all__ = ("RankFences", "plain_ticket")
+
+
+class RankFences:
+    """The fences of a run as one rank meets them, each verdict written to its journal."""
+
+    def __init__(
+        self,
+        transport: FenceTransport,
+        journal: Journal,
+        *,
+        run: str,
+        attempt: int,
+        rank: Rank,
+        incarnation: int,
+        mono_ns: Callable[[], int],
+    ) -> None:
+        self.transport = transport
+        self.ticket: Ticket | None = None
+        self.passed: set[str] = set()
+        self.broken: set[str] = set()
+        self.arrived: set[str] = set()
+        self.waits_s: dict[str, float] = {}
+        self.gone: frozenset[Rank] = frozenset()
+        self._journal = journal
+        self._run = run
+        self._attempt = attempt
+        self._rank = rank
+        self._incarnation = incarnation
+        self._mono_ns = mono_ns
+        self._generations: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """A new epoch: nothing is passed, broken or arrived at."""
+        for seen in (self.passed, self.broken, self.arrived, self.waits_s):
+            seen.clear()
+
+    def call(self, plan: Plan, state: RankState, wait: Wait) -> FenceCall:
+        """The instance of `wait` that this rank comes to from where it stands."""
+        scope = plan.scopes[wait.scope]
+        members = tuple(plan.members[at] for at in scope.members)
+        if state.stage is Stage.RECOVER:
+            members = tuple(member for member in members if member not in self.gone)
+        left = fences_left(plan, plan.index(self._rank), state)
+        before = left[: left.index(wait)] if wait in left else ()
+        ahead = sum(step.scope == wait.scope for step in before)
+        generation = self._generations.get(wait.scope, 0) + ahead
+        return FenceCall(
+            key=FenceKey(self._run, self._attempt, scope.name, generation),
+            fence=wait.fence,
+            epoch=Epoch(state.epoch),
+            version=Version(state.epoch),
+            digest=plan.digest,
+            members=members,
+            deadline_s=wait.deadline_s,
+        )
+
+    def use_up(self, waits: Iterable[Wait]) -> None:
+        """These fences are behind this rank, passed or not."""
+        for wait in waits:
+            self._generations[wait.scope] = self._generations.get(wait.scope, 0) + 1
+
+    async def arrive(
+        self,
+        call: FenceCall,
+        *,
+        free_bytes: int | None = None,
+        payload: tuple[tuple[str, str], ...] = (),
+    ) -> Opened | RootCause:
+        """Report to the fence and wait; its opening, or why this rank must leave the epoch."""
+        arrival = self._arrival(call, free_bytes=free_bytes, payload=payload)
+        self.arrived.add(call.fence)
+        began = self._mono_ns()
+        try:
+            opened = await self.transport.arrive(call, arrival)
+        except FenceBroken as error:
+            self.heard(error.broken)
+            return error.cause
+        except (StaleArrival, StoreLost) as error:
+            cause = _lost(call, error)
+            self.heard(Broken(key=call.key, fence=call.fence, cause=cause))
+            return cause
+        self.waits_s[call.fence] = (self._mono_ns() - began) / 1e9
+        return opened
+
+    def announce(self, call: FenceCall, *, error: str | None = None, **fields: Any) -> None:
+        """Write down that this rank arrives, before it does."""
+        self.write(
+            "fence.arrive",
+            call,
+            level="info" if error is None else "warning",
+            status="ok" if error is None else "failed",
+            error=error,
+            **fields,
+        )
+
+    def opened(self, call: FenceCall, opened: Opened) -> Ticket:
+        """Write down that this rank passes; its ticket."""
+        self.ticket = opened.ticket
+        self.passed.add(call.fence)
+        if opened.decided:
+            judged = judged_list(opened.arrivals)
+            self.write("fence.decide", call, verdict="open", judged=judged)
+        self.write(
+            "fence.pass",
+            call,
+            arrival=opened.order,
+            ticket=plain_ticket(opened.ticket),
+            duration_s=round(self.waits_s.get(call.fence, 0.0), 6),
+        )
+        return opened.ticket
+
+    def heard(self, broken: Broken) -> None:
+        """Write down that a fence broke, and why; once a fence."""
+        if broken.fence in self.broken:
+            return
+        self.broken.add(broken.fence)
+        cause = broken.cause
+        where: dict[str, Any] = {
+            "fence": broken.fence,
+            "scope": broken.key.scope,
+            "generation": broken.key.generation,
+            "verdict": "broken",
+        }
+        if broken.decided:
+            judged = judged_list(broken.arrivals)
+            self._journal.write("fence.decide", judged=judged, **where)
+        self._journal.write(
+            "fence.break",
+            level="error",
+            cause_kind=cause.kind,
+            cause_ranks=[str(rank) for rank in cause.ranks],
+            cause_phase=cause.phase,
+            error_type=cause.error_type,
+            error=cause.error,
+            missing=[str(rank) for rank in broken.missing or cause.missing],
+            **where,
+        )
+
+    async def fail_at(self, call: FenceCall, cause: RootCause) -> RootCause:
+        """Arrive as failed; the cause that the fence has now, which may be an earlier one."""
+        self.announce(call, error=describe(cause))
+        verdict: FenceVerdict
+        try:
+            verdict = await self.transport.fail(call, self._arrival(call, cause=cause))
+        except FenceError as error:
+            verdict = Broken(key=call.key, fence=call.fence, cause=_lost(call, error))
+        if isinstance(verdict, Opened):
+            return cause
+        self.heard(verdict)
+        return cause if verdict.cause.kind == "store_lost" else verdict.cause
+
+    async def fail_all(
+        self, plan: Plan, state: RankState, cause: RootCause, waits: tuple[Wait, ...]
+    ) -> RootCause:
+        """Arrive as failed at every fence that is left; the cause that the last of them has."""
+        found = cause
+        for wait in waits:
+            if wait.fence not in self.arrived:
+                found = await self.fail_at(self.call(plan, state, wait), cause)
+        self.use_up(waits)
+        return found
+
+    def joined(self, call: FenceCall) -> Ticket:
+        """The caller's own join stands for this fence: its word, with no arrivals to show."""
+        self.announce(call, caller="outside")
+        self.write("fence.pass", call, caller="outside")
+        return Ticket(key=call.key, fence=call.fence, epoch=call.epoch, count=0, hash="")
+
+    def write(self, event: str, call: FenceCall, **fields: Any) -> None:
+        self._journal.write(
+            event,
+            fence=call.fence,
+            scope=call.key.scope,
+            generation=call.key.generation,
+            digest=call.digest,
+            **fields,
+        )
+
+    def _arrival(
+        self,
+        call: FenceCall,
+        *,
+        cause: RootCause | None = None,
+        free_bytes: int | None = None,
+        payload: tuple[tuple[str, str], ...] = (),
+    ) -> Arrival:
+        return Arrival(
+            rank=self._rank,
+            incarnation=self._incarnation,
+            nonce=secrets.token_hex(8),
+            fence=call.fence,
+            epoch=call.epoch,
+            version=call.version,
+            digest=call.digest,
+            seq=self._journal.seq - 1,
+            cause=cause,
+            free_bytes=free_bytes,
+            payload=payload,
+        )
+
+
+def plain_ticket(ticket: Ticket | None) -> dict[str, Any] | None:
+    """A ticket as the journal writes it."""
+    if ticket is None:
+        return None
+    return {
+        "fence": ticket.fence,
+        "scope": ticket.key.scope,
+        "epoch": ticket.epoch,
+        "generation": ticket.key.generation,
+        "count": ticket.count,
+        "hash": ticket.hash,
+    }
+
+
+def _lost(call: FenceCall, error: FenceError) -> RootCause:
+    return RootCause(kind="store_lost", ranks=(), fence=call.fence, error=line_cut(str(error)))
