@@ -20,6 +20,12 @@ _INTEGER = re.compile(r"-?[0-9]{1,15}")
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
 _TRUTH = {"true": True, "false": False}
 _OTHER_TRUTHS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+_EXAMPLES = {
+    "phasesync": "1", "protocol": "NAME", "roles": "{trainer: {place: one per device}}",
+    "phases": "[...]", "type": "bool", "owner": "ROLE", "of": "ROLE", "size": "2",
+    "place": "one per device", "together": "[A, B]", "mapped": "true", "role": "ROLE",
+    "from": "STATE", "to": "STATE",
+}  # fmt: skip
 SHOWN_MAX = 40
 
 
@@ -123,7 +129,8 @@ class Complaints:
                 found[key.value] = value
         for name in required:
             if name not in found:
-                self.say(node, f"{what} has no {name!r}", f"add `{name}: ...`")
+                example = _EXAMPLES.get(name, "...")
+                self.say(node, f"{what} has no {name!r}", f"add `{name}: {example}`")
         return found
 
     def named(self, node: Node | None, what: str, instead: str) -> dict[str, tuple[Text, Node]]:
@@ -171,7 +178,7 @@ class Complaints:
         if isinstance(node, Text) and node.value in names:
             return node.value
         word = node.value if isinstance(node, Text) else ""
-        right = suggest(word, names, "choices") if len(names) > 1 else f"write `{names[0]}`"
+        right = f"write `{names[0]}`" if len(names) == 1 else suggest(word, names, "choices")
         self.say(node, f"{what} cannot be {describe(node)}", right)
         return default
 

@@ -187,6 +187,8 @@ def _yaml_problem(error: yaml.MarkedYAMLError) -> tuple[str, str]:
         return error.context.partition(";")[0], "give each anchor its own name"
     if "another document" in problem:
         return "a second document begins", "keep one protocol a file"
+    if "but got '['" in problem and error.context == "while parsing a flow mapping":
+        return "brackets within braces", "quote a condition that has brackets: 'x in [a, b]'"
     right = f"mend the YAML ({error.context})" if error.context else "mend the YAML"
     return f"this is not YAML: {problem}", right.replace("while ", "", 1)
 

@@ -92,7 +92,8 @@ def _once(findings: Findings) -> Iterator[Finding]:
     """Each mistake once, under the first assignment that shows it."""
     seen: set[tuple[object, ...]] = set()
     for found in findings:
-        key = (found.rule, found.place, found.wrong)
+        what = found.wrong if found.rule == "reference" else found.right
+        key = (found.rule, found.place, what)
         if key not in seen:
             seen.add(key)
             yield found

@@ -60,6 +60,11 @@ def _idle_never(protocol: Protocol, invariant: Invariant, views: list[View]) -> 
     if not any(view.true(invariant.when, absent=True) for view in views):
         wrong = "this never: is false for all options, so it forbids nothing"
         yield _finding(protocol, invariant.place, wrong, "change its when:, or drop it")
+    elif invariant.when is not None and all(
+        view.true(invariant.when, absent=True) for view in views
+    ):
+        wrong = "when: of this never is true for all options"
+        yield _finding(protocol, invariant.place, wrong, "drop it, or change it", Severity.WARNING)
 
 
 def _unused(protocol: Protocol) -> Findings:
