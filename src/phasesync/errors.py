@@ -10,6 +10,7 @@ PhasesyncError
 │   └── EngineRefused    a call that the engine must not get now
 ├── EngineError          who looks after the engine: it failed, or is not installed
 │   └── EngineLost       it did not answer; whether it did the work is unknown
+├── DeviceOutOfMemory    who plans the memory: a device has no room; says who holds what
 ├── FenceError           who looks after the cluster
 │   ├── FenceBroken      a fence broke; carries the root cause
 │   ├── StaleArrival     an old verdict must not release this rank
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from phasesync.core.model import Broken, FenceKey, Rank, RootCause
 
 __all__ = (
+    "DeviceOutOfMemory",
     "EngineError",
     "EngineLost",
     "EngineRefused",
@@ -107,6 +109,41 @@ class EngineError(PhasesyncError):
 
 class EngineLost(EngineError):
     """The engine did not answer; whether it did the work is unknown, so nothing is repeated."""
+
+
+class DeviceOutOfMemory(PhasesyncError):
+    """A device refused memory. `held` is who holds what there: (rank, what, bytes)."""
+
+    def __init__(
+        self,
+        device: str,
+        who: str,
+        what: str,
+        wanted: int,
+        free: int,
+        capacity: int,
+        held: tuple[tuple[str, str, int], ...],
+    ) -> None:
+        super().__init__(device, who, what, wanted, free, capacity, held)
+        self.device = device
+        self.who = who
+        self.what = what
+        self.wanted = wanted
+        self.free = free
+        self.capacity = capacity
+        self.held = held
+
+    def __str__(self) -> str:
+        holders = ", ".join(f"{who} {what} {_mib(size)}" for who, what, size in self.held)
+        return (
+            f"device {self.device} is out of memory: {self.who} asks for {self.what} "
+            f"{_mib(self.wanted)}, {_mib(self.free)} of {_mib(self.capacity)} are free; "
+            f"held: {holders or 'nothing'}"
+        )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 class FenceError(PhasesyncError):
