@@ -1,0 +1,312 @@
+"""What a block may do next: one handler a status, each reading the row that the tables hold.
+
+A move changes the block and says what it does to what blocks share: it arrives at a world fence,
+or breaks some. Whether that fence opens is for the product of all blocks to say.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from phasesync.checker.tables import BlockState, Move, Row, Tables, _Go
+from phasesync.core.kernel import Faults, Kind, Stage, Status
+
+__all__ = ("Around", "Moves", "Summary")
+
+
+class Around(NamedTuple):
+    """What a block sees of the rest: world fences, whether faults are left, whether all live."""
+
+    open: int
+    broken: int
+    awaited: int
+    may_fault: bool
+    all_live: bool
+
+
+class Summary(NamedTuple):
+    """What the rest sees of a block."""
+
+    awaits: int
+    arrived: int
+    gone: bool
+    leads: bool
+    stuck: bool
+
+
+_BUSY = frozenset((Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
+_STUCK = frozenset((Status.READY, Status.WAITING))
+
+
+class Moves:
+    """The moves of a block under `tables`; `symmetry` sorts siblings, `whole` skips the pause
+    between one step of a rank and its next."""
+
+    def __init__(
+        self, tables: Tables, faults: Faults, epochs: int, *, symmetry: bool, whole: bool
+    ) -> None:
+        self.tables = tables
+        self.faults = faults
+        self.epochs = epochs
+        self.whole = whole
+        self.classes = tables.classes
+        groups: dict[int, list[int]] = {}
+        for slot, number in enumerate(tables.classes):
+            groups.setdefault(number, []).append(slot)
+        self.groups = tuple(tuple(g) for g in groups.values() if len(g) > 1) if symmetry else ()
+        self._memo: dict[tuple[BlockState, Around], tuple[Move, ...]] = {}
+        self._summaries: dict[BlockState, Summary] = {}
+
+    def canonical(self, units: list[int]) -> list[int]:
+        """Siblings in the order of their units."""
+        for group in self.groups:
+            for slot, unit in zip(group, sorted([units[at] for at in group]), strict=True):
+                units[slot] = unit
+        return units
+
+    def summary(self, block: BlockState) -> Summary:
+        found = self._summaries.get(block)
+        if found is None:
+            rows = [self.tables.row(slot, unit) for slot, unit in enumerate(block[2:])]
+            awaits, arrived = 0, -1
+            for row in rows:
+                awaits |= row.facts.awaits_world
+                arrived &= row.facts.arrived_world
+            found = self._summaries[block] = Summary(
+                awaits,
+                arrived,
+                any(row.facts.gone for row in rows),
+                any(row.facts.leads for row in rows),
+                any(row.status in _STUCK for row in rows),
+            )
+        return found
+
+    def of(self, block: BlockState, around: Around) -> tuple[Move, ...]:
+        """All moves of the block, faults last."""
+        key = (block, around)
+        found = self._memo.get(key)
+        if found is None:
+            found = self._memo[key] = tuple(self._of(block, around))
+        return found
+
+    def _of(self, block: BlockState, around: Around) -> list[Move]:
+        units = block[2:]
+        rows = [self.tables.row(slot, unit) for slot, unit in enumerate(units)]
+        draft = _Draft(self, block[0], block[1], units, rows, around)
+        seen: set[tuple[int, int]] = set()
+        for slot, row in enumerate(rows):
+            if self.groups:
+                same = (self.classes[slot], units[slot])
+                if same in seen:
+                    continue
+                seen.add(same)
+            if (handler := _HANDLERS.get(row.status)) is not None:
+                handler(draft, slot, row)
+            if around.may_fault and self.faults.crash and (go := row.go.get(Kind.CRASH)):
+                draft.move(Kind.CRASH, slot, "", go, faults=1)
+        return draft.found
+
+
+class _Draft:
+    """The moves found so far from one block, and what a new one needs to be made."""
+
+    def __init__(
+        self,
+        moves: Moves,
+        opened: int,
+        broken: int,
+        units: BlockState,
+        rows: list[Row],
+        around: Around,
+    ) -> None:
+        self.moves = moves
+        self.tables = moves.tables
+        self.opened = opened
+        self.broken = broken
+        self.units = units
+        self.rows = rows
+        self.around = around
+        self.found: list[Move] = []
+
+    def move(
+        self,
+        kind: Kind,
+        slot: int,
+        name: str,
+        go: _Go | None,
+        *,
+        arrives: int = 0,
+        opens: int = 0,
+        breaks: int = 0,
+        breaks_world: int = 0,
+        faults: int = 0,
+        bad: bool = False,
+    ) -> None:
+        """Adds the move whose effect on units is `go`."""
+        units = list(self.units)
+        if go is not None:
+            units[slot] = go.own[units[slot]]
+            for at, memo in go.others:
+                units[at] = memo[units[at]]
+            for at in go.checked:
+                bad = bad or bool(self.tables.never[at][units[at]])
+        opened = self.opened | (opens & ~self.broken)
+        broken = self.broken | (breaks & ~opened)
+        if self.moves.whole and kind in _GOES_ON:
+            opened, broken, arrives, worse = self._on(slot, units, opened, broken, arrives)
+            bad = bad or worse
+        awaits = 0
+        for at, unit in enumerate(units):
+            awaits |= self.tables.row(at, unit).facts.awaits
+        self.moves.canonical(units)
+        block = (opened & awaits, broken & awaits, *units)
+        self.found.append(Move(kind, slot, name, block, arrives, breaks_world, faults, bad))
+
+    def _on(
+        self, slot: int, units: list[int], opened: int, broken: int, arrives: int
+    ) -> tuple[int, int, int, bool]:
+        """Goes on to the rank's next step at once: its start, or its arrival."""
+        row = self.tables.row(slot, units[slot])
+        if row.status is not Status.READY:
+            return opened, broken, arrives, False
+        if (go := row.go.get(Kind.START)) is not None:
+            bad = self.wrong(slot, row, units)
+            units[slot] = go.own[units[slot]]
+            for at, memo in go.others:
+                units[at] = memo[units[at]]
+            for at in go.checked:
+                bad = bad or bool(self.tables.never[at][units[at]])
+            return opened, broken, arrives, bad
+        go = row.go[Kind.ARRIVE]
+        units[slot] = go.own[units[slot]]
+        for at, memo in go.others:
+            units[at] = memo[units[at]]
+        opens, breaks = self.decided(row, units, opened, broken)
+        return opened | opens, broken | breaks, arrives | row.bit_world, False
+
+    def wrong(self, slot: int, row: Row, units: list[int]) -> bool:
+        """Whether the start of the row's action breaks a rule before it does anything."""
+        go = row.go[Kind.START]
+        if any(memo[units[at]] for at, memo in go.wants):
+            return True
+        return any(
+            other.status in _BUSY and self.tables.races(slot, units[slot], at, units[at])
+            for at, other in enumerate(self.tables.row(n, u) for n, u in enumerate(units))
+            if at != slot
+        )
+
+    def decided(self, row: Row, units: list[int], opened: int, broken: int) -> tuple[int, int]:
+        """What an arrival decides of the block's own fence: (opens, breaks)."""
+        bit = row.bit
+        if not bit or (opened | broken) & bit:
+            return 0, 0
+        facts = [self.tables.row(at, units[at]).facts for at in row.members]
+        recovers = row.state.stage is Stage.RECOVER and not row.stopping
+        if recovers and any(fact.leads for fact in facts):
+            return 0, bit
+        return (bit, 0) if all(fact.arrived & bit for fact in facts) else (0, 0)
+
+    def opens_now(self, row: Row) -> bool:
+        return bool(row.bit & self.opened or row.bit_world & self.around.open)
+
+
+_GOES_ON = frozenset((Kind.END, Kind.PASS, Kind.BEGIN, Kind.RECOVER))
+
+
+def _ready(draft: _Draft, slot: int, row: Row) -> None:
+    if (go := row.go.get(Kind.START)) is not None and row.act is not None:
+        bad = draft.wrong(slot, row, list(draft.units))
+        draft.move(Kind.START, slot, row.act.phase, go, bad=bad)
+    elif (go := row.go.get(Kind.ARRIVE)) is not None and row.wait is not None:
+        units = list(draft.units)
+        units[slot] = go.own[units[slot]]
+        opens, breaks = draft.decided(row, units, draft.opened, draft.broken)
+        name = row.wait.fence
+        draft.move(Kind.ARRIVE, slot, name, go, arrives=row.bit_world, opens=opens, breaks=breaks)
+    _abort(draft, slot, row)
+
+
+def _abort(draft: _Draft, slot: int, row: Row) -> None:
+    """Who learns of a break leaves, and arrives as failed wherever it has not passed."""
+    heard = row.first & draft.broken or row.first_world & draft.around.broken
+    if not (draft.moves.faults.aborts and row.hears and heard):
+        return
+    name = row.wait.fence if row.wait else row.act.phase if row.act else ""
+    draft.move(
+        Kind.ABORT,
+        slot,
+        name,
+        row.go[Kind.ABORT],
+        breaks=row.breaks,
+        breaks_world=row.breaks_world,
+    )
+
+
+def _acting(draft: _Draft, slot: int, row: Row) -> None:
+    assert row.act is not None
+    name, faults = row.act.phase, draft.moves.faults
+    end, fail = row.go[Kind.END], row.go[Kind.FAIL]
+    lost = any(memo[draft.units[at]] for at, memo in end.wants)
+    if not lost:
+        draft.move(Kind.END, slot, name, end)
+    if lost or (draft.around.may_fault and faults.fail and not row.act.outside):
+        draft.move(
+            Kind.FAIL,
+            slot,
+            name,
+            fail,
+            breaks=row.breaks,
+            breaks_world=row.breaks_world,
+            faults=0 if lost else 1,
+        )
+    if draft.around.may_fault and faults.hang:
+        draft.move(Kind.HANG, slot, name, row.go[Kind.HANG], faults=1)
+
+
+def _waiting(draft: _Draft, slot: int, row: Row) -> None:
+    assert row.wait is not None
+    around, name = draft.around, row.wait.fence
+    if draft.opens_now(row):
+        draft.move(Kind.PASS, slot, name, row.go[Kind.PASS])
+    elif draft.moves.faults.deadlines:
+        shut = row.bit & ~draft.broken or row.bit_world & ~around.broken
+        if shut:
+            draft.move(Kind.DEADLINE, slot, name, None, breaks=row.bit, breaks_world=row.bit_world)
+    _abort(draft, slot, row)
+
+
+def _stopped(draft: _Draft, slot: int, row: Row) -> None:
+    if (go := row.go.get(Kind.RECOVER)) is not None:
+        draft.move(Kind.RECOVER, slot, "", go)
+
+
+def _finished(draft: _Draft, slot: int, row: Row) -> None:
+    state = row.state
+    follows = state.stage is Stage.EPOCH or draft.around.all_live
+    if state.epoch < draft.moves.epochs and follows:
+        draft.move(Kind.BEGIN, slot, "", row.go[Kind.BEGIN])
+
+
+def _dead(draft: _Draft, slot: int, row: Row) -> None:
+    if row.act is not None and (go := row.go.get(Kind.LAND)) is not None:
+        draft.move(Kind.LAND, slot, row.act.phase, go)
+    if not draft.moves.faults.notices:
+        return
+    awaits = 0
+    for other in draft.rows:
+        awaits |= other.facts.awaits
+    around = draft.around
+    unnoticed = row.breaks & ~(draft.opened | draft.broken) & awaits
+    if unnoticed or row.breaks_world & ~(around.open | around.broken) & around.awaited:
+        draft.move(Kind.NOTICE, slot, "", None, breaks=row.breaks, breaks_world=row.breaks_world)
+
+
+_HANDLERS: dict[Status, Callable[[_Draft, int, Row], None]] = {
+    Status.READY: _ready,
+    Status.ACTING: _acting,
+    Status.WAITING: _waiting,
+    Status.STOPPED: _stopped,
+    Status.ABORTED: _stopped,
+    Status.FINISHED: _finished,
+    Status.DEAD: _dead,
+    Status.DEAD_ACTING: _dead,
+}

@@ -1,0 +1,509 @@
+"""A block of a plan, compiled: local states and memory by number, moves by table.
+
+The kernel stays the one source of truth: every table here is filled by asking it, on the first
+use of an entry. What the tables add is that nothing is asked twice. A *unit* is one number for a
+rank's state and its device's memory; a block is a tuple of two masks (its own fences that are
+open, and broken) and its units. Whether a rank has arrived at a shut fence is read off its state.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+from phasesync.checker.blocks import NOBODY, Block, Slot, siblings
+from phasesync.core.kernel import (
+    Faults,
+    Kind,
+    Moment,
+    RankState,
+    Stage,
+    Status,
+    System,
+    advance,
+    crashed,
+    fences_left,
+    heard,
+    input_lost,
+    landed,
+    next_step,
+    synchronised,
+    touched,
+)
+from phasesync.core.plan import STOPPED, Act, Plan, Wait
+from phasesync.core.properties import raced, together, wanted
+
+__all__ = ("Bits", "BlockState", "Facts", "Move", "Row", "Tables")
+
+BlockState: TypeAlias = tuple[int, ...]
+Cells: TypeAlias = tuple[int, ...]
+_GONE = frozenset((Status.DEAD, Status.DEAD_ACTING))
+_BUSY = frozenset((Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
+
+
+class Memo(dict[int, int]):
+    """A function of one number that is worked out once."""
+
+    __slots__ = ("work",)
+
+    def __init__(self, work: Callable[[int], int]) -> None:
+        super().__init__()
+        self.work = work
+
+    def __missing__(self, key: int) -> int:
+        value = self[key] = self.work(key)
+        return value
+
+
+class Move(NamedTuple):
+    """One step of a block, and what it does to what the blocks share."""
+
+    kind: Kind
+    slot: int
+    name: str
+    block: BlockState
+    arrives: int = 0  # the bit of a world fence
+    breaks: int = 0  # bits of world fences, where they are shut
+    faults: int = 0
+    bad: bool = False
+    steps: int = 1
+
+
+class Facts(NamedTuple):
+    """What a rank's state says of fences: bits it awaits, and bits it has arrived at."""
+
+    awaits: int
+    awaits_world: int
+    arrived: int
+    arrived_world: int
+    gone: bool
+    leads: bool
+
+
+class Bits:
+    """Numbers for fence instances: (epoch, stage, scope, fence), shared by blocks of a shape."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[int, Stage, object, str], int] = {}
+
+    def __getitem__(self, key: tuple[int, Stage, object, str]) -> int:
+        return 1 << self.of.setdefault(key, len(self.of))
+
+
+class Row:
+    """A rank's state as its slot sees it: where it stands, and what it may do."""
+
+    __slots__ = (
+        "act",
+        "bit",
+        "bit_world",
+        "breaks",
+        "breaks_world",
+        "facts",
+        "first",
+        "first_world",
+        "go",
+        "hears",
+        "members",
+        "recovers",
+        "state",
+        "status",
+        "stopping",
+        "wait",
+    )
+
+    def __init__(self, state: RankState, facts: Facts) -> None:
+        self.state = state
+        self.status = state.status
+        self.facts = facts
+        self.act: Act | None = None
+        self.wait: Wait | None = None
+        self.bit = self.bit_world = 0
+        self.breaks = self.breaks_world = 0
+        self.first = self.first_world = 0
+        self.hears = self.recovers = self.stopping = False
+        self.members: tuple[int, ...] = ()
+        self.go: dict[Kind, _Go] = {}
+
+
+class _Go(NamedTuple):
+    """A move of one rank: what becomes of its own unit and of the others that it touches."""
+
+    own: Memo
+    others: tuple[tuple[int, Memo], ...] = ()
+    wants: tuple[tuple[int, Memo], ...] = ()
+    checked: tuple[int, ...] = ()
+
+
+class Tables:
+    """The moves of one block; blocks of the same shape share it."""
+
+    def __init__(self, plan: Plan, block: Block, faults: Faults, epochs: int, world: Bits) -> None:
+        self.plan = plan
+        self.slots = block.slots
+        self.faults = faults
+        self.epochs = epochs
+        self.width = len(plan.protocol.resources)
+        self.world = world
+        self.own = Bits()
+        self.classes = siblings(plan, block.slots)
+        self.slot_of = {slot.rank: at for at, slot in enumerate(block.slots) if slot.rank >= 0}
+        self.device_slot = {s.device: at for at, s in enumerate(block.slots) if s.device >= 0}
+        self._states: dict[tuple[int, RankState], int] = {}
+        self._state_of: list[tuple[int, RankState]] = []
+        self._units: dict[tuple[int, Cells], int] = {}
+        self.unit_of: list[tuple[int, Cells]] = []
+        self._rows: list[dict[int, Row]] = [{} for _ in block.slots]
+        self._by_unit: list[dict[int, Row]] = [{} for _ in block.slots]
+        self._facts: dict[int, Facts] = {}
+        self._races: dict[tuple[int, int, int, int], bool] = {}
+        self._ops: dict[tuple[object, ...], Memo] = {}
+        self.never = tuple(self._never_of(slot) for slot in range(len(block.slots)))
+
+    # ------------------------------------------------------------------ numbers for values
+
+    def state(self, slot: int, state: RankState) -> int:
+        """The number of a rank's state; siblings share it."""
+        key = (self.classes[slot], self._relative(slot, state))
+        found = self._states.get(key)
+        if found is None:
+            found = self._states[key] = len(self._state_of)
+            self._state_of.append(key)
+        return found
+
+    def unit(self, state: int, cells: Cells) -> int:
+        """The number of a rank's state with its device's memory."""
+        key = (state, cells)
+        found = self._units.get(key)
+        if found is None:
+            found = self._units[key] = len(self.unit_of)
+            self.unit_of.append(key)
+        return found
+
+    def _relative(self, slot: int, state: RankState) -> RankState:
+        if not state.pending:
+            return state
+        return state._replace(pending=tuple(sorted(self._near(slot, at) for at in state.pending)))
+
+    def state_in(self, slot: int, system: System, slots: tuple[Slot, ...]) -> int:
+        """The number of the state that a system's rank is in, for a block of this shape."""
+        rank = slots[slot].rank
+        if rank == NOBODY:
+            return self.state(slot, RankState())
+        state = system.ranks[rank]
+        moved = tuple(sorted(self._moved(at, slots) for at in state.pending))
+        return self.state(slot, state._replace(pending=moved))
+
+    def _moved(self, cell: int, slots: tuple[Slot, ...]) -> int:
+        """A cell of another block of this shape, as the cell of ours in its place."""
+        device, resource = divmod(cell, self.width)
+        at = next(at for at, slot in enumerate(slots) if slot.device == device)
+        return self.slots[at].device * self.width + resource
+
+    def _near(self, slot: int, cell: int) -> int:
+        """A cell seen from a slot: its own device's come first."""
+        device, resource = divmod(cell, self.width)
+        at = self.device_slot[device]
+        return resource if at == slot else (at + 1) * self.width + resource
+
+    def _far(self, slot: int, near: int) -> int:
+        at, resource = divmod(near, self.width)
+        at = slot if at == 0 else at - 1
+        return self.slots[at].device * self.width + resource
+
+    def rank_state(self, slot: int, state: int) -> RankState:
+        """The kernel's own value of a numbered state."""
+        _, found = self._state_of[state]
+        if not found.pending:
+            return found
+        return found._replace(pending=tuple(sorted(self._far(slot, at) for at in found.pending)))
+
+    def row(self, slot: int, unit: int) -> Row:
+        """Where the rank of a unit stands."""
+        found = self._by_unit[slot].get(unit)
+        if found is None:
+            state = self.unit_of[unit][0]
+            found = self._rows[slot].get(state)
+            if found is None:
+                found = self._rows[slot][state] = self._row(slot, state)
+            self._by_unit[slot][unit] = found
+        return found
+
+    # ------------------------------------------------------------------------ one row's table
+
+    def _row(self, slot: int, number: int) -> Row:
+        rank = self.slots[slot].rank
+        state = self.rank_state(slot, number)
+        row = Row(state, self._fact(slot, number, state))
+        if rank == NOBODY:
+            return row
+        here = next_step(self.plan, rank, state)
+        left = fences_left(self.plan, rank, state)
+        for wait in left:
+            own, world = self._bit(state, wait)
+            row.breaks |= own
+            row.breaks_world |= world
+        if left:
+            row.first, row.first_world = self._bit(state, left[0])
+            row.hears = heard(self.plan, rank, state, left)
+        row.recovers = bool(self.plan.recover[rank]) and state.stage is Stage.EPOCH
+        match here:
+            case Act():
+                row.act = here
+            case Wait():
+                row.wait = here
+                row.bit, row.bit_world = self._bit(state, here)
+                row.stopping = here.fence == STOPPED
+                if row.bit:
+                    members = self.plan.scopes[here.scope].members
+                    row.members = tuple(self.slot_of[member] for member in members)
+            case None:
+                pass
+        self._moves(slot, rank, state, row)
+        return row
+
+    def _bit(self, state: RankState, wait: Wait) -> tuple[int, int]:
+        key = (state.epoch, state.stage)
+        if wait.scope == self.plan.world:
+            return 0, self.world[(*key, "", wait.fence)]
+        members = self.plan.scopes[wait.scope].members
+        return self.own[(*key, frozenset(self.slot_of[at] for at in members), wait.fence)], 0
+
+    def _fact(self, slot: int, number: int, state: RankState) -> Facts:
+        found = self._facts.get(number)
+        if found is None:
+            found = self._facts[number] = self._facts_of(slot, state)
+        return found
+
+    def _facts_of(self, slot: int, state: RankState) -> Facts:
+        """Bits by every fence the rank has, in every epoch: awaited, and arrived at."""
+        rank = self.slots[slot].rank
+        if rank == NOBODY:
+            return Facts(0, 0, -1, -1, False, False)
+        gone = state.status in _GONE
+        awaits = awaits_world = arrived = arrived_world = 0
+        for epoch in range(1, self.epochs + 2):
+            for stage in Stage:
+                other = RankState(Status.READY, epoch, stage)
+                for at, wait in enumerate(self._steps(rank, stage)):
+                    if not isinstance(wait, Wait):
+                        continue
+                    own, world = self._bit(other, wait)
+                    mine, here = (state.epoch, state.stage), (epoch, stage)
+                    passed = mine > here or (mine == here and at < state.at)
+                    waits = mine == here and at == state.at and state.status is Status.WAITING
+                    if not passed and not gone:
+                        awaits |= own
+                        awaits_world |= world
+                    if passed or waits or (gone and stage is Stage.RECOVER):
+                        arrived |= own
+                        arrived_world |= world
+        leads = any(isinstance(item, Act) and item.led for item in self.plan.recover[rank])
+        return Facts(awaits, awaits_world, arrived, arrived_world, gone, gone and leads)
+
+    def _steps(self, rank: int, stage: Stage) -> tuple[object, ...]:
+        return self.plan.programs[rank] if stage is Stage.EPOCH else self.plan.recover[rank]
+
+    def _moves(self, slot: int, rank: int, state: RankState, row: Row) -> None:
+        """Asks the kernel for each move that the state has, and keeps the answer as tables."""
+        act, status, plan = row.act, row.status, self.plan
+        name = act.phase if act else row.wait.fence if row.wait else ""
+        match status:
+            case Status.READY if act:
+                after = advance(plan, rank, state, Kind.START, name)
+                row.go[Kind.START] = self._acted(slot, act, after, Moment.START, wants=True)
+            case Status.ACTING if act:
+                for kind in (Kind.END, Kind.FAIL):
+                    after = advance(plan, rank, state, kind, name)
+                    row.go[kind] = self._acted(slot, act, after, Moment(kind))
+                row.go[Kind.HANG] = _Go(self._op(slot, state._replace(status=Status.HUNG), None))
+            case Status.READY if row.wait:
+                after = advance(plan, rank, state, Kind.ARRIVE, name)
+                synced = "device_synchronised" in row.wait.established
+                row.go[Kind.ARRIVE] = self._synced(slot, state, after, synced)
+            case Status.WAITING:
+                after = advance(plan, rank, state, Kind.PASS, name)
+                row.go[Kind.PASS] = _Go(self._op(slot, after, None))
+            case Status.STOPPED | Status.ABORTED if row.recovers:
+                after = advance(plan, rank, state, Kind.RECOVER, "")
+                row.go[Kind.RECOVER] = _Go(self._op(slot, after, None))
+            case Status.FINISHED:
+                after = advance(plan, rank, state, Kind.BEGIN, "")
+                row.go[Kind.BEGIN] = _Go(self._op(slot, after, None))
+            case Status.DEAD_ACTING if act:
+                row.go[Kind.LAND] = self._landed(slot, rank, state, act)
+            case _:
+                pass
+        if status in (Status.READY, Status.WAITING) and name:
+            after = advance(plan, rank, state, Kind.ABORT, name)
+            row.go[Kind.ABORT] = _Go(self._op(slot, after, None))
+        if status not in _GONE and status is not Status.FINISHED:
+            row.go[Kind.CRASH] = self._crashed(slot, rank, state)
+        if status in _GONE:
+            self._absent(rank, state, row)
+
+    def _absent(self, rank: int, state: RankState, row: Row) -> None:
+        """Where the dead rank is missing: as the kernel's notice sees it."""
+        if not fences_left(self.plan, rank, state):
+            state = RankState(state.status, state.epoch + 1)
+            for wait in fences_left(self.plan, rank, state):
+                own, world = self._bit(state, wait)
+                row.breaks |= own
+                row.breaks_world |= world
+
+    def _devices(self, act: Act) -> tuple[int, ...]:
+        return tuple(sorted({self.device_slot[touch.cell // self.width] for touch in act.touches}))
+
+    def _acted(
+        self, slot: int, act: Act, after: RankState, moment: Moment, *, wants: bool = False
+    ) -> _Go:
+        epoch = after.epoch
+
+        def work(cells: Cells) -> Cells:
+            return touched(self.plan, cells, act, moment, epoch)
+
+        devices = self._devices(act)
+        key = ("act", act, moment, epoch)
+        judged = tuple((at, self._wants(at, act, epoch)) for at in devices) if wants else ()
+        if moment is not Moment.START:
+            judged = tuple((at, self._lost(at, act)) for at in devices)
+        return self._went(slot, after, devices, key, work, judged, devices)
+
+    def _synced(self, slot: int, state: RankState, after: RankState, synced: bool) -> _Go:
+        if not synced or not state.pending:
+            return _Go(self._op(slot, after, None))
+        pending = state.pending
+
+        def work(cells: Cells) -> Cells:
+            return synchronised(self.plan, cells, pending)
+
+        devices = tuple(sorted({self.device_slot[at // self.width] for at in pending}))
+        return self._went(slot, after, devices, ("sync", pending), work)
+
+    def _crashed(self, slot: int, rank: int, state: RankState) -> _Go:
+        here = next_step(self.plan, rank, state)
+        acting = state.status in (Status.ACTING, Status.HUNG) and isinstance(here, Act)
+        led = acting and isinstance(here, Act) and here.led
+        if state.status is Status.WAITING:
+            after = state._replace(at=state.at + 1, status=Status.DEAD, pending=())
+        else:
+            status = Status.DEAD_ACTING if led else Status.DEAD
+            after = state._replace(status=status, pending=())
+
+        def work(cells: Cells) -> Cells:
+            return crashed(self.plan, cells, rank, state)
+
+        who = self.plan.members[rank]
+        owned = {at // self.width for at, owner in enumerate(self.plan.owner) if owner == who}
+        devices = {self.device_slot[device] for device in owned}
+        if acting and isinstance(here, Act):
+            devices |= set(self._devices(here))
+        return self._went(slot, after, tuple(sorted(devices)), ("crash", rank, state), work)
+
+    def _landed(self, slot: int, rank: int, state: RankState, act: Act) -> _Go:
+        def work(cells: Cells) -> Cells:
+            return landed(self.plan, cells, rank, state)
+
+        after = state._replace(status=Status.DEAD)
+        devices = self._devices(act)
+        return self._went(slot, after, devices, ("land", rank, state), work, (), devices)
+
+    def _went(
+        self,
+        slot: int,
+        after: RankState,
+        devices: tuple[int, ...],
+        key: tuple[object, ...],
+        work: Callable[[Cells], Cells],
+        wants: tuple[tuple[int, Memo], ...] = (),
+        checked: tuple[int, ...] = (),
+    ) -> _Go:
+        others = tuple((at, self._op(at, None, work, key)) for at in devices if at != slot)
+        own = self._op(slot, after, work if slot in devices else None, key)
+        return _Go(own, others, wants, checked)
+
+    # ------------------------------------------------------------------- one unit's functions
+
+    def _op(
+        self,
+        slot: int,
+        after: RankState | None,
+        work: Callable[[Cells], Cells] | None,
+        key: tuple[object, ...] = (),
+    ) -> Memo:
+        """unit -> unit: the rank's state replaced, its device's memory worked on."""
+        number = None if after is None else self.state(slot, after)
+        name = ("op", slot, number, key if work else ())
+        memo = self._ops.get(name)
+        if memo is None:
+            base = self.slots[slot].device * self.width
+
+            def run(unit: int) -> int:
+                state, cells = self.unit_of[unit]
+                if work is not None and cells:
+                    cells = self._slice(work(self._spread(base, cells)), base)
+                return self.unit(state if number is None else number, cells)
+
+            memo = self._ops[name] = Memo(run)
+        return memo
+
+    def _spread(self, base: int, cells: Cells) -> Cells:
+        """One device's memory within a plan's that is otherwise empty."""
+        empty = len(self.plan.start)
+        return (*(4,) * base, *cells, *(4,) * (empty - base - len(cells)))
+
+    def _slice(self, cells: Cells, base: int) -> Cells:
+        return cells[base : base + self.width]
+
+    def _judge(self, slot: int, judge: Callable[[Cells], bool], key: tuple[object, ...]) -> Memo:
+        name = ("judge", slot, *key)
+        memo = self._ops.get(name)
+        if memo is None:
+            base = self.slots[slot].device * self.width
+
+            def run(unit: int) -> int:
+                return judge(self._spread(base, self.unit_of[unit][1]))
+
+            memo = self._ops[name] = Memo(run)
+        return memo
+
+    def _part(self, slot: int, act: Act) -> Act:
+        device = self.slots[slot].device
+        touches = tuple(t for t in act.touches if t.cell // self.width == device)
+        return act._replace(touches=touches)
+
+    def _wants(self, slot: int, act: Act, epoch: int) -> Memo:
+        part = self._part(slot, act)
+        who = self.plan.members[0]
+
+        def judge(cells: Cells) -> bool:
+            return next(wanted(self.plan, who, part, cells, epoch), None) is not None
+
+        return self._judge(slot, judge, ("wants", part, epoch))
+
+    def _lost(self, slot: int, act: Act) -> Memo:
+        part = self._part(slot, act)
+        return self._judge(slot, lambda cells: input_lost(cells, part), ("lost", part))
+
+    def _never_of(self, slot: int) -> Memo:
+        """Whether a unit's device holds together what it must not."""
+        device = self.slots[slot].device
+        who = self.plan.members[0]
+
+        def judge(cells: Cells) -> bool:
+            return next(together(self.plan, who, cells, {device}), None) is not None
+
+        return self._judge(slot, judge, ("never",))
+
+    def races(self, one: int, unit: int, two: int, other: int) -> bool:
+        """Whether starting `unit`'s action beside that of `other` breaks the race rule."""
+        key = (one, self.unit_of[unit][0], two, self.unit_of[other][0])
+        found = self._races.get(key)
+        if found is None:
+            mine, theirs = self.row(one, unit), self.row(two, other)
+            found = False
+            if mine.act is not None and theirs.act is not None:
+                who = self.plan.members
+                ranks = self.slots[one].rank, self.slots[two].rank
+                pair = ((who[ranks[1]], theirs.act),)
+                found = next(raced(self.plan, who[ranks[0]], mine.act, pair), None) is not None
+            self._races[key] = found
+        return found
