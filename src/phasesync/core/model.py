@@ -96,7 +96,8 @@ class RootCause:
 
     `kind` is one of `failed` (an action raised), `evidence` (a precondition was not met),
     `digest` (ranks hold different plans), `deadline` (somebody never came), `dead` (a process
-    is gone), `restarted` (a newer incarnation took over), `duplicate`, `cancelled`, `store_lost`.
+    is gone), `restarted` (a newer incarnation took over), `duplicate`, `cancelled`, `store_lost`,
+    `disagreement` (ranks under one plan came to different fences, epochs or versions).
     """
 
     kind: str
@@ -146,21 +147,32 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """The fence is open: every member arrived, all agreed, none had failed."""
+    """The fence is open: every member arrived, all agreed, none had failed.
+
+    `arrivals` are there on the rank that decided, and on every rank where arrivals carry a payload;
+    `order` is this rank's place among the arrivals, from 1, where known. `decided` is true on
+    the one rank whose verdict stands: it writes `fence.decide`.
+    """
 
     ticket: Ticket
     arrivals: tuple[Arrival, ...] = ()
     order: int | None = None
+    decided: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """The fence is broken, for everybody in its scope and for good."""
+    """The fence is broken, for everybody in its scope and for good.
+
+    On the one rank whose verdict stands `decided` is true, and `arrivals` is what it judged.
+    """
 
     key: FenceKey
     fence: FenceName
     cause: RootCause
     missing: tuple[Rank, ...] = ()
+    arrivals: tuple[Arrival, ...] = ()
+    decided: bool = False
 
 
 FenceVerdict: TypeAlias = Opened | Broken

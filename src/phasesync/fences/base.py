@@ -40,6 +40,9 @@ class FenceTransport(typing.Protocol):
     async def watch(self, call: FenceCall) -> Broken | Opened:
         """Wait, without arriving, for the verdict of a fence; cancel to stop watching."""
 
+    async def peek(self, call: FenceCall) -> Broken | Opened | None:
+        """The verdict if there is one, at once, without arriving."""
+
     async def missing(self, call: FenceCall) -> tuple[Rank, ...]:
         """The members that have not arrived, at once."""
 

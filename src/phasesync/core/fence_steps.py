@@ -1,0 +1,300 @@
+"""A member's fence over a key-value store, as steps: append, count, one verdict.
+
+A step generator yields operations (fence_keys), receives their replies, and returns what came
+of it, so that the checker can crash between any two. Three things must survive edits:
+
+- One verdict: it is compare-and-set into an empty key, and everybody adopts what is there.
+- A rank passes only if its own arrival was judged. The closer reads the log *after* the count
+  that made it close, so a log of exactly `count` lines holds exactly the arrivals 1..count.
+- A verdict is deleted before its counter. The other way round a sleeper that wakes up late
+  would find the count start again at 1 beside an old verdict, and pass.
+"""
+
+from dataclasses import dataclass, replace
+
+from phasesync.core import wire
+from phasesync.core.fence import (
+    Waiting,
+    absent,
+    decode_arrivals,
+    encode_arrival,
+    judge,
+    judged_list,
+    missing_of,
+    ticket_hash,
+)
+from phasesync.core.fence_keys import (
+    Add,
+    Append,
+    CompareSet,
+    Delete,
+    Get,
+    Gone,
+    Keys,
+    Put,
+    Read,
+    Registered,
+    Space,
+    Steps,
+    Tell,
+    Verdict,
+    Wait,
+    lost_among,
+    writer,
+)
+from phasesync.core.model import Arrival, Broken, FenceCall, FenceVerdict, Opened, Rank
+
+__all__ = (
+    "COLLECTED_MAX",
+    "VERDICTS_KEPT",
+    "Counted",
+    "Passed",
+    "admitting",
+    "arriving",
+    "connecting",
+    "expiring",
+    "failing",
+    "missing_ranks",
+    "peeking",
+    "plainly",
+    "watching",
+)
+
+# Verdicts outlive their fence by so many generations: whoever is slow to look still finds them.
+VERDICTS_KEPT = 8
+# After a gap in the generations (a broken epoch may skip some) at most so many are cleaned up.
+COLLECTED_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Arrived as number `order`; another wait of this process will bring the verdict."""
+
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """The verdict, and what it means for this arrival; None if it was not judged."""
+
+    verdict: Verdict
+    answer: Opened | Broken | None
+
+
+def connecting(space: Space, rank: Rank, incarnation: int, *, nonce: str) -> Steps:
+    """Be known to this start of the store; returns its id.
+
+    A rank that was found gone as an earlier incarnation says that it is back.
+    """
+    boot = yield CompareSet(space.boot, nonce.encode())
+    gone = Gone.lines((yield Read(space.lost)))
+    if any(line.rank == rank and line.incarnation < incarnation for line in gone):
+        yield Append(space.lost, Gone(rank, incarnation, None).line())
+        yield Read(space.lost)  # The reply proves that the line above has come.
+    return bytes(boot).decode()
+
+
+def arriving(
+    space: Space,
+    call: FenceCall,
+    arrival: Arrival,
+    *,
+    register: bool,
+    opened_before: int | None,
+    wait: bool,
+) -> Steps:
+    """Arrive, close the fence if this makes the count full, wait, and pass or not.
+
+    `register` says who waits here, for whoever reports a loss; needed at the first fence of a
+    scope, when its members or the count of generations change, and after a break.
+    `opened_before` is the last generation of the scope that this rank passed.
+    Returns `Passed`, or `Counted` where `wait` is false.
+    """
+    at = space.at(call.key.scope, call.key.generation)
+    me = writer(arrival.rank, arrival.incarnation)
+    if register:
+        verdict = yield from _registering(space, call, me)
+        if verdict is not None:
+            return (yield from admitting(space, call, arrival, None, verdict))
+    yield Append(at.log, encode_arrival(arrival))
+    order = yield Add(at.counter, 1)
+    if not arrival.ok:
+        verdict = yield from _breaking(at, call, arrival)
+        return (yield from admitting(space, call, arrival, order, verdict))
+    if order >= len(call.members):
+        passed = yield from _closing(space, at, call, arrival, order)
+        if passed is not None:
+            yield Tell(passed)
+            if isinstance(passed.answer, Opened):
+                yield from _collecting(space, call, opened_before)
+            return passed
+    if not wait:
+        return Counted(order)
+    verdict = Verdict.decode((yield Wait(at.verdict)))
+    return (yield from admitting(space, call, arrival, order, verdict))
+
+
+def expiring(space: Space, call: FenceCall, me: str) -> Steps:
+    """The deadline has passed for a rank that waits: decide with whoever has arrived.
+
+    Returns the verdict, or None if it was tidied up long ago: the rank comes from a sleep.
+    """
+    at = space.at(call.key.scope, call.key.generation)
+    count = yield Add(at.counter, 0)
+    text = yield Read(at.verdict)
+    if text is not None:
+        return Verdict.decode(text)
+    head = yield Read(space.head(call.key.scope))
+    if head is not None and int(head) > call.key.generation:
+        yield Delete(at.log)
+        yield Delete(at.counter)
+        return None
+    log = (yield Read(at.log)) or b""
+    ruling = judge(call, decode_arrivals(log), expired=True)
+    assert not isinstance(ruling, Waiting), "at the deadline there is no more waiting"
+    if isinstance(ruling, Opened):
+        yield Put(space.head(call.key.scope), str(call.key.generation).encode())
+    own = _verdict(ruling, me, log=log, count=count)
+    return Verdict.decode((yield CompareSet(at.verdict, own.encode())))
+
+
+def failing(space: Space, call: FenceCall, arrival: Arrival) -> Steps:
+    """Arrive as failed and break the fence, without waiting; the verdict that it now has."""
+    at = space.at(call.key.scope, call.key.generation)
+    yield Append(at.log, encode_arrival(arrival))
+    yield Add(at.counter, 1)
+    return (yield from _breaking(at, call, arrival))
+
+
+def watching(space: Space, call: FenceCall, me: str, *, register: bool) -> Steps:
+    """Wait for the verdict without arriving."""
+    if register:
+        verdict = yield from _registering(space, call, me)
+        if verdict is not None:
+            return verdict
+    at = space.at(call.key.scope, call.key.generation)
+    return Verdict.decode((yield Wait(at.verdict)))
+
+
+def peeking(space: Space, call: FenceCall) -> Steps:
+    """The verdict, or None."""
+    text = yield Read(space.at(call.key.scope, call.key.generation).verdict)
+    return None if text is None else Verdict.decode(text)
+
+
+def missing_ranks(space: Space, call: FenceCall) -> Steps:
+    """The members that are not in the log."""
+    log = yield Read(space.at(call.key.scope, call.key.generation).log)
+    return missing_of(call, (a.rank for a in decode_arrivals(log or b"")))
+
+
+def plainly(
+    call: FenceCall, arrival: Arrival, order: int | None, verdict: Verdict
+) -> Opened | Broken | None:
+    """What the verdict means for this arrival, where that can be said without a look at the log."""
+    answer = verdict.read_by(call, writer(arrival.rank, arrival.incarnation))
+    if isinstance(answer, Broken):
+        return None if answer.decided else answer
+    if verdict.plain and not verdict.payload and order is not None and order <= verdict.count:
+        return replace(answer, order=order)
+    return None
+
+
+def admitting(
+    space: Space, call: FenceCall, arrival: Arrival, order: int | None, verdict: Verdict
+) -> Steps:
+    """Whether the verdict lets this very arrival pass, and what it passes with."""
+    answer: Opened | Broken | None = plainly(call, arrival, order, verdict)
+    if answer is not None:
+        return Passed(verdict, answer)
+    answer = verdict.read_by(call, writer(arrival.rank, arrival.incarnation))
+    log = (yield Read(space.at(call.key.scope, call.key.generation).log)) or b""
+    if isinstance(answer, Broken):
+        return Passed(verdict, replace(answer, arrivals=tuple(decode_arrivals(log))))
+    judged = _judged(call, log[: verdict.log_bytes])
+    # The hash tells the log that was judged from one that a sleeper began anew.
+    if ticket_hash(judged_list(judged)) != verdict.hash:
+        return Passed(verdict, None)
+    if not any(_same(a, arrival) for a in judged):
+        return Passed(verdict, None)
+    return Passed(verdict, replace(answer, arrivals=judged, order=order))
+
+
+def _registering(space: Space, call: FenceCall, me: str) -> Steps:
+    """Say who waits here, then look who is lost: whoever reports a loss does both the other
+    way round, so one of the two sees the other. Returns the verdict, if a member is lost."""
+    members = [list(rank) for rank in call.members]
+    digest = wire.sha256(members)[:16]
+    yield CompareSet(space.members(digest), wire.encode(members))
+    yield Append(space.scopes, Registered(call.key.scope, call.key.generation, digest).line())
+    lost = lost_among(Gone.lines((yield Read(space.lost))))
+    if absent(call, lost) is None:
+        return None
+    at = space.at(call.key.scope, call.key.generation)
+    log = (yield Read(at.log)) or b""
+    ruling = judge(call, decode_arrivals(log), lost=lost)
+    if not isinstance(ruling, Broken):
+        return None
+    own = Verdict.of_broken(ruling, by=me)
+    return Verdict.decode((yield CompareSet(at.verdict, own.encode())))
+
+
+def _breaking(at: Keys, call: FenceCall, arrival: Arrival) -> Steps:
+    """Write the failure of this arrival as the verdict, unless there is one already."""
+    ruling = judge(call, (arrival,))
+    assert isinstance(ruling, Broken), "a failed arrival breaks the fence"
+    own = Verdict.of_broken(ruling, by=writer(arrival.rank, arrival.incarnation))
+    return Verdict.decode((yield CompareSet(at.verdict, own.encode())))
+
+
+def _closing(space: Space, at: Keys, call: FenceCall, arrival: Arrival, order: int) -> Steps:
+    """Judge what has arrived; None if the count was full and the log is not."""
+    log = yield Get(at.log)
+    ruling = judge(call, decode_arrivals(log))
+    if isinstance(ruling, Waiting):
+        return None
+    if isinstance(ruling, Opened):
+        # Before the verdict: whoever reports a loss starts to look from the head.
+        yield Put(space.head(call.key.scope), str(call.key.generation).encode())
+    own = _verdict(ruling, writer(arrival.rank, arrival.incarnation), log=log, count=order)
+    verdict = Verdict.decode((yield CompareSet(at.verdict, own.encode())))
+    if verdict == own and isinstance(ruling, Opened):
+        return Passed(verdict, replace(ruling, order=order, decided=True))
+    return (yield from admitting(space, call, arrival, order, verdict))
+
+
+def _collecting(space: Space, call: FenceCall, opened_before: int | None) -> Steps:
+    """Remove what nobody can need: all members are here, so all have left the fences before."""
+    scope, now = call.key.scope, call.key.generation
+    first = max(now - 1 if opened_before is None else opened_before, now - COLLECTED_MAX, 0)
+    for generation in range(first, now):
+        yield Delete(space.at(scope, generation).log)
+    for generation in range(max(first - VERDICTS_KEPT, 0), now - VERDICTS_KEPT):
+        keys = space.at(scope, generation)
+        yield Delete(keys.verdict)
+        yield Delete(keys.counter)
+
+
+def _verdict(ruling: FenceVerdict, me: str, *, log: bytes, count: int) -> Verdict:
+    match ruling:
+        case Broken():
+            return Verdict.of_broken(ruling, by=me)
+        case Opened(ticket=ticket, arrivals=arrivals):
+            return Verdict(
+                by=me,
+                count=ticket.count,
+                hash=ticket.hash,
+                plain=log.count(b"\n") == count == ticket.count,
+                log_bytes=len(log),
+                payload=any(a.payload for a in arrivals),
+            )
+
+
+def _judged(call: FenceCall, log: bytes) -> tuple[Arrival, ...]:
+    """The arrivals that a verdict to open was made of."""
+    ruling = judge(call, decode_arrivals(log))
+    return ruling.arrivals if isinstance(ruling, Opened) else ()
+
+
+def _same(one: Arrival, other: Arrival) -> bool:
+    return (one.rank, one.incarnation, one.nonce) == (other.rank, other.incarnation, other.nonce)

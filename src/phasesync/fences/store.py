@@ -1,0 +1,700 @@
+"""Fences over any `torch.distributed.Store`, with or without a process group.
+
+The steps of `core.fence_steps` decide; this file performs them, each on a connection and a
+thread of its own. Three facts of the stores must survive edits: a blocked call holds its
+connection, so whoever breaks a fence needs another one; a frozen store ignores its own
+time-outs, so every wait has an outer guard on the event loop; and the default executor is
+never used, because leaving a loop joins its threads.
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from phasesync.core.fence import Lost, cancelled
+from phasesync.core.fence_keys import (
+    Add,
+    Append,
+    CompareSet,
+    Delete,
+    Get,
+    Put,
+    Read,
+    Space,
+    Steps,
+    Tell,
+    Verdict,
+    Wait,
+    writer,
+)
+from phasesync.core.fence_loss import leaving, reporting, sweeping
+from phasesync.core.fence_steps import (
+    VERDICTS_KEPT,
+    Counted,
+    Passed,
+    admitting,
+    arriving,
+    connecting,
+    expiring,
+    failing,
+    missing_ranks,
+    peeking,
+    plainly,
+    watching,
+)
+from phasesync.core.model import (
+    Arrival,
+    Broken,
+    FenceCall,
+    FenceKey,
+    FenceVerdict,
+    Opened,
+    Rank,
+    RootCause,
+)
+from phasesync.errors import FenceBroken, PlanError, StaleArrival, StoreLost
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+__all__ = ("GRACE_S", "StoreFences", "StoreObserver", "default_store")
+
+GRACE_S = 1.0  # After a deadline the store has so long to take the verdict; then it is lost.
+ANSWER_S = 5.0  # What is no wait is answered within this, or the store is lost.
+CONNECT_S = 60.0  # A connection may hang in a name service for many seconds.
+SOCKET_WAIT_S = 3600.0  # One blocking wait on a socket, which `close` can end.
+POLLED_WAIT_S = 1.0  # One blocking wait on a store without a socket, which it cannot.
+READ_S = 1.0  # What is there is read within this.
+INTERNET = (socket.AF_INET, socket.AF_INET6)
+LINES_AT_START = 2  # One to wait, one to break what is waited for.
+
+
+def default_store() -> "Store":
+    """The store of the default process group; its collectives are not touched.
+
+    Raises:
+        PlanError: there is no default process group.
+    """
+    import torch.distributed as dist  # noqa: PLC0415
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise PlanError(
+            "no default process group; call torch.distributed.init_process_group first, or make "
+            "a torch.distributed.TCPStore and hand it to StoreFences"
+        )
+    return distributed_c10d._get_default_store()
+
+
+# --- Performing operations ------------------------------------------------------------------
+
+
+class _Stopped(Exception):
+    """The line was told to stop while it waited."""
+
+
+class _Client:
+    """One connection to the store. Where the store has sockets, it knows its own, to cut it."""
+
+    _opening = threading.Lock()
+
+    def __init__(self, store: "Store") -> None:
+        self.stopping = False
+        base = _base_of(store)
+        self._port = getattr(base, "port", None)
+        # TCPStore's older server does not wake who waits for a key when it is compared and set.
+        self._sleeps_through_compare_set = not getattr(base, "libuvBackend", True)
+        with self._opening:
+            before = _sockets_to(self._port)
+            self._store: Any = store.clone() if hasattr(store, "clone") else store
+            after = _sockets_to(self._port)
+        self._sockets = [end for name, end in after.items() if name not in before]
+        for end in (*before.values(), *(end for name, end in after.items() if name in before)):
+            end.close()
+        self._wait_s = SOCKET_WAIT_S if self._sockets else POLLED_WAIT_S
+        self._limit(SOCKET_WAIT_S)
+
+    def _limit(self, within_s: float) -> None:
+        """Bound `get`, where the connection is ours alone."""
+        if self._sockets:
+            self._store.set_timeout(timedelta(seconds=within_s))
+
+    def perform(self, operation: Any) -> Any:
+        return _PERFORM[type(operation)](self, operation)
+
+    def append(self, operation: Append) -> None:
+        self._store.append(operation.key, operation.value)
+
+    def add(self, operation: Add) -> int:
+        count: int = self._store.add(operation.key, operation.amount)
+        return count
+
+    def put(self, operation: Put) -> None:
+        self._store.set(operation.key, operation.value)
+
+    def get(self, operation: Get | Read | Wait) -> bytes:
+        value: bytes = self._store.get(operation.key)
+        return value
+
+    def read(self, operation: Read) -> bytes | None:
+        if not self._store.check([operation.key]):
+            return None
+        # It may be removed just now, and `get` would wait for it to come back.
+        self._limit(READ_S)
+        try:
+            return self.get(operation)
+        except RuntimeError:
+            if self._store.check([operation.key]):
+                raise
+            return None
+        finally:
+            self._limit(SOCKET_WAIT_S)
+
+    def compare_set(self, operation: CompareSet) -> bytes:
+        winner: bytes = self._store.compare_set(operation.key, "", operation.value)
+        if self._sleeps_through_compare_set and winner == operation.value:
+            self._store.set(operation.key, winner)
+        return winner
+
+    def delete(self, operation: Delete) -> None:
+        self._store.delete_key(operation.key)
+
+    def wait(self, operation: Wait) -> bytes:
+        """Block until the key is there. A time-out of the store is no news; a dead store is."""
+        while not self.stopping:
+            since = time.monotonic()
+            try:
+                if not self._sockets:
+                    self._store.wait([operation.key], timedelta(seconds=self._wait_s))
+                return self.get(operation)
+            except RuntimeError:
+                if time.monotonic() - since < self._wait_s / 2 and not self.stopping:
+                    raise
+                self._store.check([operation.key])
+        raise _Stopped
+
+    def cut(self) -> None:
+        """Make a blocked call return, frozen store or not."""
+        self.stopping = True
+        for end in self._sockets:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for end in self._sockets:
+            end.close()
+        self._sockets = []
+        del self._store
+
+
+_PERFORM: Mapping[type, Callable[[_Client, Any], Any]] = {
+    Append: _Client.append,
+    Add: _Client.add,
+    Put: _Client.put,
+    Get: _Client.get,
+    Read: _Client.read,
+    Wait: _Client.wait,
+    CompareSet: _Client.compare_set,
+    Delete: _Client.delete,
+}
+
+
+def _base_of(store: Any) -> Any:
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store
+
+
+def _sockets_to(port: int | None) -> dict[Any, socket.socket]:
+    """Handles on this process's sockets to `port`, by the address of their own end.
+
+    A store's client does not show its socket, and has no call that ends a blocked one.
+    """
+    found: dict[Any, socket.socket] = {}
+    fds = Path("/proc/self/fd")
+    if port is None or not fds.is_dir():
+        return found
+    for entry in list(fds.iterdir()):
+        with suppress(OSError):  # It is closed by now, or not connected.
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            end = socket.socket(fileno=os.dup(int(entry.name)))
+            if _goes_to(end, port) and end.getsockname() not in found:
+                found[end.getsockname()] = end
+            else:
+                end.close()
+    return found
+
+
+def _goes_to(end: socket.socket, port: int) -> bool:
+    try:
+        return end.family in INTERNET and end.getpeername()[1] == port
+    except OSError:
+        return False
+
+
+# --- Lines: a connection and a thread each --------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Job:
+    """Steps to perform, and the future that waits for what comes of them."""
+
+    steps: Steps
+    future: "asyncio.Future[Any]"
+    told: bool = False
+
+
+class _Line:
+    """One connection and its daemon thread, which is never joined.
+
+    The thread performs one job at a time, and hands results to the loop.
+    """
+
+    def __init__(self, store: "Store", loop: asyncio.AbstractEventLoop, name: str) -> None:
+        self._store = store
+        self._loop = loop
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._client: _Client | None = None
+        self._stopping = False
+        self.ended = asyncio.Event()
+        self.freed: Callable[[_Line], None] = lambda line: None
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def give(self, job: _Job) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """End the thread, cutting what it is blocked in."""
+        self._stopping = True
+        self._jobs.put(None)
+        if self._client is not None:
+            self._client.cut()
+
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                self._perform(job)
+                self._call(self.freed, self)
+        finally:
+            if self._client is not None:
+                self._client.close()
+            self._call(self.ended.set)
+
+    def _perform(self, job: _Job) -> None:
+        try:
+            if self._client is None:
+                self._client = _Client(self._store)
+                self._client.stopping = self._stopping
+            result = self._walk(self._client, job)
+        except _Stopped:
+            self._answer(job, None, StoreLost("the transport was closed while it waited"))
+        except Exception as error:
+            why = "the transport was closed" if self._stopping else "the store does not answer"
+            lost = StoreLost(f"{why}: {type(error).__name__}: {error}")
+            lost.__cause__ = error
+            self._answer(job, None, lost)
+        else:
+            if not job.told:
+                self._answer(job, result, None)
+
+    def _walk(self, client: _Client, job: _Job) -> Any:
+        perform, steps = client.perform, job.steps
+        try:
+            operation = next(steps)
+            while True:
+                if type(operation) is Tell:
+                    job.told = True
+                    self._answer(job, operation.result, None)
+                    operation = steps.send(None)
+                else:
+                    operation = steps.send(perform(operation))
+        except StopIteration as end:
+            return end.value
+
+    def _answer(self, job: _Job, result: Any, error: Exception | None) -> None:
+        self._call(_settle, job.future, result, error)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        # A loop that is closed has nobody left who waits.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _settle(future: "asyncio.Future[Any]", result: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+class _Lines:
+    """The lines of one endpoint; most of the time two are enough."""
+
+    def __init__(self, store: "Store", name: str) -> None:
+        self._store = store
+        self._name = name
+        self._idle: list[_Line] = []
+        self._all: list[_Line] = []
+        self.lost: StoreLost | None = None
+
+    def submit(self, steps: Steps) -> "asyncio.Future[Any]":
+        """Perform steps on a free line; the future also fails if the store is lost."""
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        if self.lost is not None:
+            future.set_exception(self.lost)
+            return future
+        future.add_done_callback(self._look)
+        line = self._idle.pop() if self._idle else self._open(loop)
+        line.give(_Job(steps, future))
+        return future
+
+    async def ask(self, steps: Steps, within_s: float = ANSWER_S) -> Any:
+        """What comes of steps that do not wait for anybody.
+
+        Raises:
+            StoreLost: there was no answer within the time.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                return await self.submit(steps)
+        except TimeoutError:
+            raise self.abandon(f"the store did not answer within {within_s:g} s") from None
+
+    def abandon(self, why: str, key: FenceKey | None = None) -> StoreLost:
+        """Give the store up, for good: what it decided since cannot be known."""
+        if self.lost is None:
+            self.lost = StoreLost(why, key)
+        for line in self._all:
+            line.stop()
+        return self.lost
+
+    async def close(self) -> None:
+        """Stop all threads, and wait a moment for them; none is joined."""
+        if self.lost is None:
+            self.lost = StoreLost("the transport was closed")
+        for line in self._all:
+            line.stop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(POLLED_WAIT_S + GRACE_S):
+                for line in self._all:
+                    await line.ended.wait()
+
+    def _open(self, loop: asyncio.AbstractEventLoop) -> _Line:
+        line = _Line(self._store, loop, f"{self._name}.{len(self._all)}")
+        line.freed = self._idle.append
+        self._all.append(line)
+        return line
+
+    def _look(self, future: "asyncio.Future[Any]") -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if isinstance(error, StoreLost) and self.lost is None:
+            self.abandon(str(error))
+
+
+# --- One rank's endpoint --------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Slot:
+    """What this endpoint knows of one fence: whether a line waits, and who wants to hear."""
+
+    watched: bool = False
+    verdict: Verdict | None = None
+    waiters: list["asyncio.Future[Verdict | None]"] = field(default_factory=list)
+
+    def settle(self, verdict: Verdict | None) -> None:
+        self.verdict = verdict
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            _settle(waiter, verdict, None)
+
+    def fail(self, error: Exception) -> None:
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            _settle(waiter, None, error)
+
+    async def heard(self) -> Verdict | None:
+        """The verdict; None if it was tidied up before this rank looked."""
+        if self.verdict is not None:
+            return self.verdict
+        waiter: asyncio.Future[Verdict | None] = asyncio.get_running_loop().create_future()
+        self.waiters.append(waiter)
+        return await waiter
+
+
+@dataclass
+class _Scope:
+    """What this endpoint remembers of one scope instance between fences."""
+
+    members: tuple[Rank, ...] = ()
+    registered: bool = False
+    first: int | None = None
+    last: int = -1
+    opened: int | None = None
+
+
+class StoreFences:
+    """A rank's fences over a store (see `fences.base.FenceTransport`).
+
+    The store is cloned where it can be; it stays the caller's own. `token` keeps out ranks of
+    another run that has the same name on the same store.
+    """
+
+    def __init__(
+        self,
+        store: "Store",
+        *,
+        rank: Rank,
+        run: str,
+        incarnation: int = 0,
+        attempt: int = 0,
+        token: str = "",
+    ) -> None:
+        self.rank = rank
+        self.boot: str | None = None
+        self._incarnation = incarnation
+        self._me = writer(rank, incarnation)
+        self._run = (run, attempt)
+        self._space = Space.of(run, attempt, token=token)
+        self._lines = _Lines(store, f"phasesync.{run}.{rank}")
+        self._slots: dict[FenceKey, _Slot] = {}
+        self._scopes: dict[str, _Scope] = {}
+
+    @classmethod
+    def observer(
+        cls, store: "Store", *, run: str, attempt: int = 0, token: str = ""
+    ) -> "StoreObserver":
+        """The endpoint of who watches processes and is no rank: a launcher, an agent."""
+        return StoreObserver(store, run=run, attempt=attempt, token=token)
+
+    async def connect(self) -> None:
+        nonce = secrets.token_hex(8)
+        steps = connecting(self._space, self.rank, self._incarnation, nonce=nonce)
+        first = self._lines.ask(steps, CONNECT_S)
+        others = [self._lines.ask(_nothing(), CONNECT_S) for _ in range(LINES_AT_START - 1)]
+        self.boot, *_ = await asyncio.gather(first, *others)
+
+    async def arrive(self, call: FenceCall, arrival: Arrival) -> Opened:
+        slot, register = self._come_to(call)
+        try:
+            async with asyncio.timeout(call.deadline_s + GRACE_S):
+                passed = await self._arrive(call, arrival, slot, register)
+        except TimeoutError:
+            raise self._lines.abandon(
+                f"the store gave no verdict on fence {call.fence!r} within "
+                f"{call.deadline_s:g} s + {GRACE_S:g} s",
+                call.key,
+            ) from None
+        except asyncio.CancelledError:
+            await self._leave(call, arrival)
+            raise
+        finally:
+            self._slots.pop(call.key, None)
+        return self._pass(call, passed)
+
+    async def fail(self, call: FenceCall, arrival: Arrival) -> Broken | Opened:
+        self._come_to(call)
+        verdict = await self._lines.ask(failing(self._space, call, arrival))
+        return self._heard(call, verdict)
+
+    async def watch(self, call: FenceCall) -> Broken | Opened:
+        slot, register = self._come_to(call)
+        if not slot.watched:
+            slot.watched = True
+            steps = watching(self._space, call, self._me, register=register)
+            self._lines.submit(steps).add_done_callback(lambda job: self._hand_on(call, slot, job))
+        verdict = await slot.heard()
+        if verdict is None:
+            raise StaleArrival(f"fence {call.fence!r} was decided and tidied up long ago")
+        return self._heard(call, verdict)
+
+    async def peek(self, call: FenceCall) -> Broken | Opened | None:
+        self._check(call)
+        verdict: Verdict | None = await self._lines.ask(peeking(self._space, call))
+        return None if verdict is None else self._heard(call, verdict)
+
+    async def missing(self, call: FenceCall) -> tuple[Rank, ...]:
+        self._check(call)
+        missing: tuple[Rank, ...] = await self._lines.ask(missing_ranks(self._space, call))
+        return missing
+
+    async def report_lost(self, cause: RootCause, *, incarnation: int) -> None:
+        await _report(self._lines, self._space, cause, incarnation)
+
+    async def close(self) -> None:
+        if self._lines.lost is None and self._scopes:
+            used = {name: _scope_ends(scope) for name, scope in self._scopes.items()}
+            peers = max(len(scope.members) for scope in self._scopes.values())
+            with suppress(StoreLost):
+                await self._lines.ask(leaving(self._space, self.rank, used, peers=peers))
+        await self._lines.close()
+
+    def _check(self, call: FenceCall) -> None:
+        if (call.key.run, call.key.attempt) != self._run:
+            run, attempt = self._run
+            raise PlanError(
+                f"fence {call.fence!r} is of run {call.key.run!r}, attempt {call.key.attempt}, "
+                f"this endpoint of run {run!r}, attempt {attempt}; make one for each attempt"
+            )
+        if self._lines.lost is not None:
+            raise self._lines.lost
+
+    def _come_to(self, call: FenceCall) -> tuple[_Slot, bool]:
+        """The slot of a fence, and whether this rank must say anew that it may wait there."""
+        self._check(call)
+        slot = self._slots.setdefault(call.key, _Slot())
+        scope = self._scopes.setdefault(call.key.scope, _Scope())
+        generation = call.key.generation
+        known = scope.registered and scope.members == call.members and generation <= scope.last + 1
+        scope.members, scope.registered = call.members, True
+        scope.first = generation if scope.first is None else min(scope.first, generation)
+        scope.last = max(scope.last, generation)
+        return slot, not known
+
+    async def _arrive(
+        self, call: FenceCall, arrival: Arrival, slot: _Slot, register: bool
+    ) -> Passed:
+        wait, slot.watched = not slot.watched, True
+        steps = arriving(
+            self._space,
+            call,
+            arrival,
+            register=register,
+            opened_before=self._scopes[call.key.scope].opened,
+            wait=wait,
+        )
+        job = self._lines.submit(steps)
+        loop = asyncio.get_running_loop()
+        expiry = loop.call_later(call.deadline_s, self._expire, call, slot, job)
+        try:
+            came: Passed | Counted | None = await job
+            if not isinstance(came, Counted):
+                if came is not None:
+                    slot.settle(came.verdict)
+                return came or Passed(Verdict(by=""), None)
+            verdict = await slot.heard()
+        finally:
+            expiry.cancel()
+        if verdict is None:
+            return Passed(Verdict(by=""), None)
+        answer = plainly(call, arrival, came.order, verdict)
+        if answer is not None:
+            return Passed(verdict, answer)
+        passed: Passed = await self._lines.submit(
+            admitting(self._space, call, arrival, came.order, verdict)
+        )
+        return passed
+
+    def _expire(self, call: FenceCall, slot: _Slot, job: "asyncio.Future[Any]") -> None:
+        """The deadline: decide on another line. The line that waits hears the verdict itself,
+        except where it was tidied up long ago."""
+
+        def decided(expiry: "asyncio.Future[Any]") -> None:
+            if expiry.cancelled() or expiry.exception() is not None:
+                return
+            slot.settle(expiry.result())
+            if expiry.result() is None:
+                _settle(job, None, None)
+
+        self._lines.submit(expiring(self._space, call, self._me)).add_done_callback(decided)
+
+    async def _leave(self, call: FenceCall, arrival: Arrival) -> None:
+        """Break the fence as cancelled. A second cancellation does not wait for the store."""
+        if self._lines.lost is None:
+            steps = failing(self._space, call, cancelled(call, arrival))
+            with suppress(StoreLost):
+                self._heard(call, await self._lines.ask(steps, GRACE_S))
+
+    def _pass(self, call: FenceCall, passed: Passed) -> Opened:
+        match passed.answer:
+            case Opened() as opened:
+                self._scopes[call.key.scope].opened = call.key.generation
+                return opened
+            case Broken() as broken:
+                self._forget_registrations()
+                raise FenceBroken(broken)
+            case None:
+                raise StaleArrival(
+                    f"fence {call.fence!r} ({call.key.scope}, generation {call.key.generation}) "
+                    f"was decided without this arrival of {self.rank}"
+                )
+
+    def _heard(self, call: FenceCall, verdict: Verdict) -> FenceVerdict:
+        answer = verdict.read_by(call, self._me)
+        if isinstance(answer, Broken):
+            self._forget_registrations()
+        return answer
+
+    def _hand_on(self, call: FenceCall, slot: _Slot, job: "asyncio.Future[Any]") -> None:
+        """A watching line has come back: tell whoever waits here."""
+        slot.watched = False
+        if self._slots.get(call.key) is slot:
+            del self._slots[call.key]
+        if job.cancelled():
+            return
+        error = job.exception()
+        if isinstance(error, Exception):
+            slot.fail(error)
+        else:
+            slot.settle(job.result())
+
+    def _forget_registrations(self) -> None:
+        # After a break somebody may be lost whom another verdict kept quiet about.
+        for scope in self._scopes.values():
+            scope.registered = False
+
+
+class StoreObserver:
+    """Tells the ranks of a run that one of them is gone. It is a member of nothing."""
+
+    def __init__(self, store: "Store", *, run: str, attempt: int = 0, token: str = "") -> None:
+        self._space = Space.of(run, attempt, token=token)
+        self._lines = _Lines(store, f"phasesync.{run}.observer")
+
+    async def connect(self) -> None:
+        await self._lines.ask(_nothing(), CONNECT_S)
+
+    async def report_lost(self, cause: RootCause, *, incarnation: int) -> None:
+        """As `FenceTransport.report_lost`."""
+        await _report(self._lines, self._space, cause, incarnation)
+
+    async def close(self) -> None:
+        """Remove the keys of the run if all its ranks have left or are lost, then end."""
+        if self._lines.lost is None:
+            with suppress(StoreLost):
+                await self._lines.ask(sweeping(self._space))
+        await self._lines.close()
+
+
+async def _report(lines: _Lines, space: Space, cause: RootCause, incarnation: int) -> None:
+    for rank in cause.ranks:
+        await lines.ask(reporting(space, Lost(rank=rank, incarnation=incarnation, cause=cause)))
+
+
+def _nothing() -> Steps:
+    """No operation: opening the connection is all."""
+    return
+    yield
+
+
+def _scope_ends(scope: _Scope) -> tuple[int, int]:
+    """The generations whose keys this rank may have left behind."""
+    first = scope.first or 0
+    opened = first if scope.opened is None else scope.opened
+    return max(min(first, opened), opened - VERDICTS_KEPT, 0), scope.last
