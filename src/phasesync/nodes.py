@@ -109,6 +109,8 @@ class Complaints:
 
     def items(self, node: Node, what: str, instead: str) -> tuple[Node, ...]:
         if isinstance(node, Items):
+            if not node.items:
+                self.say(node, f"{what} is empty", f"{instead}, or drop it")
             return node.items
         self.say(node, f"{what} is {describe(node)}, not a list", instead)
         return ()
@@ -139,6 +141,8 @@ class Complaints:
             return {}
         table = self.table(node, what, instead)
         found: dict[str, tuple[Text, Node]] = {}
+        if table and not table.entries:
+            self.say(node, f"{what} is empty", f"{instead}, or drop it")
         for key, value in table.entries if table else ():
             if self.name(key, f"a name in {what}") is None:
                 continue

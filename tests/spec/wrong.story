@@ -23,6 +23,7 @@ basic: `summary:` -> `sumary:`
   ! 3:1: unknown key 'sumary' in the file; did you mean 'summary'?
 basic: `roles:\n` -> `roles: {}\nr:\n`
   ! 5:25: unknown role 'trainer'; there are no roles
+  ! 6:8: roles is empty; write `roles: {NAME: ...}`, or drop it
   ! 7:1: unknown key 'r' in the file; keys are: phasesync, protocol, summary, options, groups, roles, resources, never, phases, fences, transitions, recover
   ! 11:21: unknown role 'trainer'; there are no roles
   ! 12:21: unknown role 'trainer'; there are no roles
@@ -65,15 +66,13 @@ basic: `min: 1}` -> `min: 1}, fast: {type: bool, default: false}`
 basic: `min: 1}` -> `min: 1}, in: {type: bool, default: true}`
   ! 4:58: 'in' means something else here; give the option another name
 basic: `min: 1}` -> `min: 1}, how: {type: enum, of: [], default: a}`
-  ! 4:63: option 'how' has no choices; write `of: [WORD, WORD]`
-  ! 4:93: default of option 'how' cannot be 'a'; there are no choices
+  ! 4:80: 'of' of option 'how' is empty; write [WORD, WORD], or drop it
 basic: `min: 1}` -> `min: 1}, how: {type: enum, of: [a, a], default: a}`
   ! 4:84: 'a' is given twice; keep one of them
 basic: `min: 1}` -> `min: 1}, how: {type: enum, of: [a, b], default: c}`
   ! 4:97: default of option 'how' cannot be 'c'; choices are: a, b
 basic: `min: 1}` -> `min: 1}, how: {type: enum, default: c}`
   ! 4:63: option 'how' has no choices; write `of: [WORD, WORD]`
-  ! 4:85: default of option 'how' cannot be 'c'; there are no choices
 colocated: `of: [replica, world], default` -> `of: [replica, host], default`
   ! 45:12: scope of fence 'ready_for_weights' is option 'fence_scope', which holds no scope; an option that is a scope is an enum of: world, replica
   ! 61:12: scope of fence 'memory_released' is option 'fence_scope', which holds no scope; an option that is a scope is an enum of: world, replica
@@ -223,7 +222,7 @@ basic: `- sync:        {uses: params}` -> `- offload: {uses: params}`
 basic: `- sync:        {uses: params}` -> `- memory_released: {uses: params}`
   ! 21:13: 'memory_released' is declared twice; rename one; the first is in line 18
 basic: `phases:\n` -> `phases: []\nnever_:\n`
-  ! 16:9: phases is empty; write a list of `- NAME: {...}`
+  ! 16:9: phases is empty; write a list of `- NAME: {...}`, or drop it
   ! 17:1: unknown key 'never_' in the file; did you mean 'never'?
 basic: `fence: memory_released` -> `fence: plan`
   ! 21:13: 'plan' means something else here; give the fence another name
@@ -307,7 +306,7 @@ colocated: `fence: reclaimed` -> `fence: asleep`
 basic: `one per replica, driven_by: leader` -> `one per device`
   ! 17:3: 2 roles act, so phases must say whose they are; write `phases: {ROLE: [...]}` for: trainer, engine
 basic: `phases:\n` -> `transitions: []\nphases:\n`
-  ! 16:14: transitions is empty; write {role: R, from: A, on: PHASE, to: B}
+  ! 16:14: transitions is empty; write a list of {role: R, from: A, on: PHASE, to: B}, or drop it
   ! 18:3: phases is a list, not a mapping; write `phases: {NAME: {...}}`
 basic: `phases:\n` -> `fences: {}\nphases:\n`
   ! 16:9: 'fences' goes with 'transitions' alone; put each fence where it stands, as `- fence: NAME`, in phases

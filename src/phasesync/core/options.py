@@ -10,7 +10,7 @@ from itertools import islice, product
 from typing import NamedTuple, TypeAlias
 
 from phasesync.core.condition import And, Compare, Condition, Literal, Member, Name, Not, Or, names
-from phasesync.core.model import OptionName, OptionValue
+from phasesync.core.model import OptionValue
 from phasesync.core.protocol import OptionDecl, Protocol
 
 __all__ = ("Doubt", "Options", "assignments", "doubt", "suggest", "values")
@@ -183,9 +183,9 @@ def conditions(protocol: Protocol) -> Iterator[Condition]:
             yield invariant.when
 
 
-def assignments(protocol: Protocol) -> tuple[dict[OptionName, OptionValue], ...]:
+def assignments(protocol: Protocol) -> tuple[dict[str, OptionValue], ...]:
     """Every assignment of the options that can make a difference, the defaults first."""
-    names_ = [option.name for option in protocol.options]
+    names_: list[str] = [option.name for option in protocol.options]
     spans = [values(protocol, option) for option in protocol.options]
     return tuple(
         dict(zip(names_, chosen, strict=True))

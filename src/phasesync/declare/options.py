@@ -66,7 +66,7 @@ def _enum_option(
     draft: Draft, name: OptionName, key: Text, table: Table, own: Mapping[str, Node]
 ) -> OptionDecl:
     say, what = draft.complaints, f"option {name!r}"
-    shape, before = "write [WORD, WORD]", len(say.found)
+    shape = "write [WORD, WORD]"
     nodes = say.items(own["of"], f"'of' of {what}", shape) if "of" in own else ()
     choices: list[str] = []
     for node in nodes:
@@ -77,10 +77,11 @@ def _enum_option(
             say.say(node, f"{word!r} means something else in conditions", "choose another word")
         elif word is not None:
             choices.append(word)
-    if not choices and not (nodes or say.found[before:]):
+    if "of" not in own:
         say.say(table, f"{what} has no choices", "write `of: [WORD, WORD]`")
     first = choices[0] if choices else ""
-    default = say.choice(own.get("default"), f"default of {what}", choices, first)
+    given = own.get("default") if choices else None
+    default = say.choice(given, f"default of {what}", choices, first)
     return OptionDecl(
         name=name, type="enum", default=default, choices=tuple(choices), place=key.place
     )

@@ -158,6 +158,6 @@ def _together(draft: Draft, node: Node) -> tuple[ResourceName, ...]:
             say.say(item, f"{name!r} is given twice", "name different resources")
         elif name is not None:
             found[name] = None
-    if isinstance(node, Items) and len(node.items) < 2:
+    if isinstance(node, Items) and len(node.items) == 1:
         say.say(node, "never speaks of fewer than two resources", "name two or more")
     return tuple(map(ResourceName, found))

@@ -46,7 +46,7 @@ def read_steps(draft: Draft, node: Node, what: str) -> list[StepDecl]:
     say, active = draft.complaints, draft.active
     if isinstance(node, Table):
         found: list[StepDecl] = []
-        for name, (key, steps) in say.named(node, what, "").items():
+        for name, (key, steps) in say.named(node, what, f"write `{what}: [...]`").items():
             if name not in draft.roles:
                 say.unknown(key, "role", active)
             elif name not in active:
@@ -63,10 +63,7 @@ def read_steps(draft: Draft, node: Node, what: str) -> list[StepDecl]:
 
 
 def _list(draft: Draft, node: Node, role: RoleName, what: str) -> Iterator[StepDecl]:
-    items = draft.complaints.items(node, what, "write a list of `- NAME: {...}`")
-    if not items and isinstance(node, Items):
-        draft.complaints.say(node, f"{what} is empty", "write a list of `- NAME: {...}`")
-    for item in items:
+    for item in draft.complaints.items(node, what, "write a list of `- NAME: {...}`"):
         step = _step(draft, item, role)
         if step is not None:
             yield step

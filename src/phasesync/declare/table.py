@@ -9,7 +9,7 @@ from phasesync.core.model import RoleName
 from phasesync.core.protocol import StepDecl
 from phasesync.declare.draft import Draft
 from phasesync.declare.steps import FENCE_KEYS, read_fence, read_phase, refuse_twins
-from phasesync.nodes import Complaints, Items, Node, Text, describe
+from phasesync.nodes import Complaints, Node, Text, describe
 
 __all__ = ("read_table",)
 
@@ -69,8 +69,6 @@ def _rows(draft: Draft, node: Node) -> dict[RoleName, list[dict[str, Text]]]:
             role = say.reference(own["role"], "role", dict.fromkeys(draft.active))
             if role is not None:
                 found.setdefault(RoleName(role), []).append(words)
-    if node == Items((), node.place):
-        say.say(node, "transitions is empty", shape)
     return found
 
 

@@ -44,7 +44,7 @@ def _found(protocol: Protocol) -> Findings:
 
 
 def _doubts(protocol: Protocol) -> Findings:
-    views = [View(protocol, chosen, protocol.steps) for chosen in assignments(protocol)]  # type: ignore[arg-type]
+    views = [View(protocol, chosen, protocol.steps) for chosen in assignments(protocol)]
     yield from idle_rules(protocol, views)
     fences = [found for view in views for found in fence_rules(view)]
     order = [found for view in views for found in order_rules(view)]

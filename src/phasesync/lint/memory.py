@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from math import lcm
 
 from phasesync.core import kernel
-from phasesync.core.kernel import Event, Kind, Mapped, Status, System, content_of, mapped_of
+from phasesync.core.kernel import (
+    Event,
+    Kind,
+    Mapped,
+    RankState,
+    Status,
+    System,
+    content_of,
+    mapped_of,
+)
 from phasesync.core.model import ResourceName
 from phasesync.core.plan import Act, Plan, Wait, resolve
 from phasesync.core.properties import Violation, violations
@@ -117,15 +126,10 @@ def _together(
 
 def _closed(view: View, plan: Plan, first: System, last: System) -> Findings:
     """The epoch's end is its start, one version later."""
-    waiting = [
-        f"{plan.members[rank]} at {kernel.next_step(plan, rank, state)}"
-        for rank, state in enumerate(last.ranks)
-        if state.status is not Status.FINISHED
-    ]
-    if waiting:
-        wrong = f"the epoch never ends: {waiting[0]} waits for ever"
-        yield _finding(view, "hang", view.steps[-1].place, wrong, "let all its members come to it")
-        return
+    for rank, state in enumerate(last.ranks):
+        if state.status is not Status.FINISHED:
+            yield _stuck(view, plan, rank, state)
+            return
     for number, resource in enumerate(view.protocol.resources):
         cells = range(number, len(first.cells), len(view.protocol.resources))
         for cell in cells:
@@ -139,6 +143,18 @@ def _closed(view: View, plan: Plan, first: System, last: System) -> Findings:
                 right = "write or fill it in some phase"
                 yield _finding(view, "closure", resource.place, wrong, right)
                 break
+
+
+def _stuck(view: View, plan: Plan, rank: int, state: RankState) -> Finding:
+    who, step = plan.members[rank], kernel.next_step(plan, rank, state)
+    if step is None:
+        place = next(role.place for role in view.protocol.roles if role.name == who.role)
+        wrong = f"role {who.role!r} has nothing to do in an epoch"
+        return _finding(view, "hang", place, wrong, "give it a phase or a fence that always stands")
+    name = step.phase if isinstance(step, Act) else step.fence
+    place = next(each.place for each in view.steps if each.name == name)
+    wrong = f"the epoch never ends: {who} waits at {name!r} for ever"
+    return _finding(view, "hang", place, wrong, "let every member of its scope come to it")
 
 
 def _open_end(view: View, name: ResourceName, place: Place, after: Mapped) -> Finding:
