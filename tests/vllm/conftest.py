@@ -45,11 +45,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if not HAS_VLLM and not wanted and collection_path.suffix == ".py" else None
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    # vLLM and transformers warn about themselves while they are imported.
-    config.addinivalue_line("filterwarnings", "ignore")
-
-
 @dataclass(frozen=True, slots=True)
 class Models:
     """Three models of one shape: `folders[i]` is what an engine loads, `say(i)` what is right."""

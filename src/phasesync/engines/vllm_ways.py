@@ -105,8 +105,12 @@ class ActorWay:
         """The actor is its owner's to end."""
 
 
-# Parameters that a later release added; not sent to an actor, whose release is not told.
-_LATER: Mapping[str, tuple[str, ...]] = {"finish_weight_update": ("weight_version",)}
+# Parameters that not every release has; not sent to an actor, whose release is not told.
+_LATER: Mapping[str, tuple[str, ...]] = {
+    "finish_weight_update": ("weight_version",),
+    "pause_generation": ("clear_cache",),
+    "sleep": ("mode",),
+}
 
 _ROUTES: Mapping[str, tuple[str, str]] = {
     "pause_generation": ("POST", "/pause"),
