@@ -6,6 +6,8 @@ without auto-transitions, because `to_X()` would be a way around a fence. A queu
 True whether it was refused or not, so the state is read, never the return value.
 """
 
+import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 from transitions.extensions.asyncio import AsyncMachine
@@ -79,11 +81,13 @@ class RankMachine:
             event = _in(self.state.stage, event)
         before = self._model.state
         self._ticket = ticket
-        await self._model.trigger(event)
+        cancelled = await _whole(self._model.trigger(event))
         if self._model.state == before:
             who = self.plan.members[self.rank]
             raise Refused(f"{who} cannot {kind} {name!r} without a ticket of that fence")
         self.state = after
+        if cancelled:
+            raise asyncio.CancelledError
 
     def _row(self, stage: Stage, row: Row) -> dict[str, Any]:
         entry = _plain(_in(stage, row.event), [_in(stage, row.source)], _in(stage, row.target))
@@ -98,6 +102,23 @@ class RankMachine:
     @property
     def done(self) -> bool:
         return self.state.status is Status.FINISHED
+
+
+async def _whole(trigger: Coroutine[Any, Any, bool]) -> bool:
+    """Let a transition finish; whether the waiting task was cancelled meanwhile.
+
+    A cancellation that struck in mid-transition would leave the machine and the kernel's state
+    apart.
+    """
+    task = asyncio.ensure_future(trigger)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    return cancelled
 
 
 def _in(stage: Stage, name: str) -> str:

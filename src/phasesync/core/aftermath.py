@@ -22,7 +22,7 @@ LOST = "lost"
 _CHANGES = frozenset(
     (Verb.ACQUIRES, Verb.RELEASES, Verb.WRITES, Verb.DISCARDS, Verb.FILLS, Verb.ENSURES)
 )
-_GONE = frozenset(("dead", "deadline", "restarted"))
+_GONE = frozenset(("cancelled", "dead", "deadline", "restarted"))
 
 
 class Aftermath(NamedTuple):
@@ -72,7 +72,7 @@ def put_back(plan: Plan, behind: Aftermath) -> Aftermath:
 
 
 def to_replace(cause: RootCause) -> tuple[Rank, ...]:
-    """Ranks that must be started again: those that died, hung or were superseded."""
+    """Ranks that must be started again: those that died, hung, left or were superseded."""
     return cause.ranks if cause.kind in _GONE else ()
 
 

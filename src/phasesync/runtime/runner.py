@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -283,8 +283,7 @@ class RankRunner:
         )
         began = self._mono_ns()
         if call is not None:
-            async with self._heeding(act):
-                await self._perform(act, call)
+            await self._perform(act, call)
         took = (self._mono_ns() - began) / 1e9
         self._phases_s[act.phase] = took
         self.journal.write(
@@ -297,6 +296,7 @@ class RankRunner:
         await self._machine.fire(Kind.END, act.phase)
 
     async def _perform(self, act: Act, call: Callable[[Turn], Awaitable[Any]]) -> None:
+        """Run the action, and meanwhile heed its next fence: if that breaks, cut the action off."""
         turn = Turn(
             rank=self.rank,
             phase=act.phase,
@@ -306,15 +306,28 @@ class RankRunner:
             plan=self.plan,
             journal=self.journal,
         )
-        patience = asyncio.timeout(act.deadline_s)
+        action = asyncio.ensure_future(call(turn))
+        alarm = self._alarm()
         try:
-            async with patience:
-                await call(turn)
-        except Exception as error:
-            told = error
-            if patience.expired():
-                told = TimeoutError(f"it took longer than its deadline of {act.deadline_s:g} s")
-            raise _Halt(await self._own_failure(act, told)) from error
+            await asyncio.wait(
+                (action, *((alarm,) if alarm else ())),
+                timeout=act.deadline_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not action.done():
+                await _ended(action)
+                if alarm is None or not alarm.done():
+                    late = f"it took longer than its deadline of {act.deadline_s:g} s"
+                    raise _Halt(await self._own_failure(act, TimeoutError(late)))
+                raise _Halt(await self._cut_off(act, alarm.result()))
+            if (error := action.exception()) is not None:
+                if not isinstance(error, Exception):
+                    raise error
+                raise _Halt(await self._own_failure(act, error)) from error
+        finally:
+            await _ended(action)
+            if alarm is not None:
+                await _ended(alarm)
 
     async def _own_failure(self, act: Act, error: Exception) -> RootCause:
         """The action raised: what it acquires or releases is unknown, what it writes partial."""
@@ -332,39 +345,25 @@ class RankRunner:
             kind="failed", ranks=(self.rank,), phase=act.phase, error_type=kind, error=text
         )
 
-    @contextlib.asynccontextmanager
-    async def _heeding(self, act: Act) -> AsyncIterator[None]:
-        """Watch the next fence while the action runs: if it breaks, the action is cancelled.
+    def _alarm(self) -> asyncio.Task[Broken] | None:
+        """A task that ends when the next fence breaks, and never otherwise.
 
         The break of the epoch's last fence is learned there and not before.
         """
         state = self._machine.state
         left = fences_left(self.plan, self._index, state)
         if len(left) < 2 or (left[0].joined and self._caller_joins):
-            yield
-            return
+            return None
         call = self._fences.call(self.plan, state, left[0])
-        task = asyncio.current_task()
-        assert task is not None
-        broken: list[Broken] = []
 
-        async def heed() -> None:
+        async def heed() -> Broken:
             with contextlib.suppress(FenceError):
                 verdict = await self._fences.transport.watch(call)
                 if isinstance(verdict, Broken):
-                    broken.append(verdict)
-                    task.cancel()
+                    return verdict
+            return await asyncio.Future()
 
-        watcher = asyncio.create_task(heed(), name=f"{self.rank} heeds {call.fence}")
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not broken or task.uncancel():
-                raise
-            raise _Halt(await self._cut_off(act, broken[0])) from None
-        finally:
-            watcher.cancel()
-            await asyncio.wait((watcher,))
+        return asyncio.create_task(heed(), name=f"{self.rank} heeds {call.fence}")
 
     async def _cut_off(self, act: Act, broken: Broken) -> RootCause:
         """The action was cancelled because a peer failed: half done, and not this rank's fault."""
@@ -581,6 +580,19 @@ class RankRunner:
     def _own_phases(self) -> dict[str, bool]:
         steps = self.plan.programs[self._index] + self.plan.recover[self._index]
         return {step.phase: step.outside for step in steps if isinstance(step, Act)}
+
+
+async def _ended(task: asyncio.Future[Any]) -> None:
+    """Cancel a task and wait until it is over, whatever becomes of this one meanwhile."""
+    cancelled = False
+    while not task.done():
+        task.cancel()
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 _STOPPED = frozenset((Status.STOPPED, Status.ABORTED))
