@@ -1,0 +1,199 @@
+"""From findings to one verdict: the earliest illegal event, else the earliest failure, else who is
+missing.
+
+What follows from the root is a consequence, and a rank that waits is not guilty of it. Where the
+log cannot decide, the verdict is `inconclusive` and says what to record.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from phasesync.audit.answer import (
+    FAILED,
+    MISSING,
+    NOTE,
+    RULES,
+    SUSPECTED,
+    WAITING_RULES,
+    Answer,
+    Evidence,
+    Finding,
+    rank_of,
+)
+from phasesync.audit.events import Name, text_of
+from phasesync.audit.facts import WAITING, Facts, is_timeout
+from phasesync.audit.vocabulary import is_memory_error
+from phasesync.audit.waits import unrecovered
+
+__all__ = ("judge",)
+
+_ORDER: Final = {rule: index for index, rule in enumerate(RULES)}
+_SHOWN: Final = 12
+
+
+def judge(findings: Iterable[Finding], facts: Facts, *, run: str = "", events: int = 0) -> Answer:
+    """The one answer that `findings` amount to."""
+    every = [*findings, *_plain_failures(facts)]
+    root = _root(every)
+    if root is None:
+        return Answer(
+            verdict="ok",
+            because="nothing in the log breaks a rule, and nothing failed",
+            findings=_shown(every, None, facts),
+            run=run,
+            events=events,
+        )
+    alike = [each for each in every if _same_fault(each, root)]
+    guilty = _names(alike, root)
+    verdict = _kind(root, facts)
+    waiting = _waiting(root, facts) if verdict != "ok" else ()
+    return Answer(
+        verdict=verdict,
+        rule=root.rule,
+        epoch=root.epoch,
+        phase=root.phase,
+        fence=root.fence,
+        guilty=tuple(_written(rank, facts) for rank in guilty),
+        waiting=tuple(_written(rank, facts) for rank in waiting),
+        because=text_of(root.because, 1000),
+        evidence=_evidence(alike),
+        consequences=_consequences(root, alike, facts) if verdict != "ok" else (),
+        record_next=tuple(dict.fromkeys(more for each in alike for more in each.record_next)),
+        findings=_shown(every, alike, facts),
+        run=run,
+        certainty=root.certainty,
+        events=events,
+    )
+
+
+def _root(findings: Iterable[Finding]) -> Finding | None:
+    counted = [each for each in findings if each.strength != NOTE]
+    if not counted:
+        return None
+    return min(
+        counted,
+        key=lambda each: (each.strength, each.at, _ORDER.get(each.rule or "", len(_ORDER))),
+    )
+
+
+def _plain_failures(facts: Facts) -> list[Finding]:
+    """Failures that no rule explains: the action failed, and order and waits are clean."""
+    found = []
+    for event in facts.failures:
+        if unrecovered(event, facts) is None and event.kind != "exit":
+            continue
+        if is_timeout(event) and event.action in WAITING:
+            found.append(_cut_wait(event))
+            continue
+        if is_memory_error(event.attrs.get("error")):
+            continue  # R-FREED says what it can: without figures it is not decidable.
+        if event.kind == "exit" and event.action == "life" and "error" not in event.attrs:
+            continue  # A process that ended is no failure unless somebody needed it.
+        error = event.attrs.get("error")
+        what = "exited" if event.kind == "exit" else "failed"
+        because = f"rank {event.rank} {what} in {event.phase}" + (f": {error}" if error else "")
+        found.append(Finding.on(None, event, because, strength=FAILED))
+    return found
+
+
+def _cut_wait(event: Any) -> Finding:
+    return Finding.on(
+        None,
+        event,
+        f"a limit cut rank {event.rank} off in {event.phase}, and no line says what it waited for",
+        strength=SUSPECTED,
+        guilty=(),
+        record_next=("progress marks of every rank, and who belongs to the wait",),
+    )
+
+
+def _same_fault(finding: Finding, root: Finding) -> bool:
+    """Whether a finding is the same fault as the root, by another rank, not its consequence."""
+    if finding is root:
+        return True
+    return (
+        finding.rule == root.rule
+        and root.rule is not None
+        and finding.strength == root.strength
+        and finding.epoch == root.epoch
+        and (finding.phase, finding.fence) == (root.phase, root.fence)
+    )
+
+
+def _names(alike: list[Finding], root: Finding) -> tuple[Name, ...]:
+    if root.strength == FAILED and root.rule in (None, "R-ALLOK", "R-MEMBERS", "R-REPORT"):
+        return root.guilty
+    return tuple(
+        sorted(
+            {rank for each in alike for rank in each.guilty},
+            key=lambda rank: (isinstance(rank, str), rank),
+        )
+    )
+
+
+def _kind(root: Finding, facts: Facts) -> str:
+    if root.rule == "R-SCOPE":
+        return "ok"
+    if root.strength == SUSPECTED or root.rule == "R-DUMPSET":
+        return "inconclusive"
+    if root.rule == "R-TIMEOUT":
+        return "false_alarm"
+    if root.rule is None:
+        return "failure" if root.strength == FAILED else "hang"
+    if root.rule in WAITING_RULES:
+        if root.waiting or facts.waiting():
+            return "hang"
+        return "failure" if facts.failures else "violation"
+    return "violation"
+
+
+def _waiting(root: Finding, facts: Facts) -> tuple[Name, ...]:
+    if root.waiting:
+        return tuple(dict.fromkeys(root.waiting))
+    return facts.waiting()
+
+
+def _written(rank: Name, facts: Facts) -> Name:
+    return rank_of(rank, facts.header.kind(rank))
+
+
+def _evidence(alike: list[Finding]) -> tuple[Evidence, ...]:
+    lines = dict.fromkeys(line for each in alike for line in each.evidence)
+    return tuple(lines)[:_SHOWN]
+
+
+def _consequences(root: Finding, alike: list[Finding], facts: Facts) -> tuple[str, ...]:
+    said = []
+    known = {line for each in alike for line in each.evidence[:1]}
+    for event in facts.failures:
+        if event.at <= root.at or Evidence(event.file, event.line) in known:
+            continue
+        error = event.attrs.get("error")
+        what = {"exit": "exited", "timeout": "timed out"}.get(event.kind, "failed")
+        text = f"rank {event.rank} {what} in {event.phase}" + (f": {error}" if error else "")
+        said.append(f"{text} ({event.file}:{event.line})")
+    for rank in facts.waiting():
+        for each in facts.waits_of(facts.ranks[rank])[:1]:
+            where = f"{each.event.file}:{each.event.line}"
+            said.append(f"rank {rank} waits in {each.event.phase} ({where})")
+    return tuple(text_of(each, 400) for each in said[:_SHOWN])
+
+
+def _shown(
+    every: list[Finding], alike: list[Finding] | None, facts: Facts
+) -> tuple[dict[str, Any], ...]:
+    root = {id(each) for each in alike or ()}
+    shown = []
+    for each in sorted(every, key=lambda finding: (finding.strength, finding.at)):
+        if id(each) in root or each.rule == "R-SCOPE":
+            continue
+        shown.append(
+            {
+                "rule": each.rule,
+                "what": text_of(each.because, 400),
+                "ranks": [_written(rank, facts) for rank in each.guilty],
+                "evidence": [line.to_json() for line in each.evidence[:4]],
+                "certainty": each.certainty,
+            }
+        )
+    return tuple(shown[:64])

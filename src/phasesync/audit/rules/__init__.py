@@ -1,0 +1,1 @@
+"""The rules of the audit, one family a file, each rule one small object fed by one pass."""

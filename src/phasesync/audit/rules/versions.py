@@ -1,0 +1,434 @@
+"""Versions and evidence: what is served must be what was committed, and a success must be shown.
+
+Asynchronous trainers serve older weights on purpose; only a version that this rank had already
+gone past, or a newcomer that never got one, is stale.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from phasesync.audit.answer import SUSPECTED, Finding
+from phasesync.audit.events import Event, Name, number
+from phasesync.audit.facts import Facts, Open
+from phasesync.audit.vocabulary import is_bad_output
+
+__all__ = ("Evidenced", "Monotone", "Prerequisites", "Scope", "Versions")
+
+_NONE: Final = ("", "none", "null")
+_KEPT: Final = 512
+
+
+class Versions:
+    """R-VERSION and R-KVVERSION: weights older than committed, or KV older than its weights.
+
+    Sees: a rank that serves a version below the one that it (or, for engines, the trainer's
+    finished update) committed; a newcomer that serves below what all its peers serve, before its
+    first sync; `kv_version` below the version it is used with. Cannot see: which version is served
+    where no line says so, nor a lag that an asynchronous trainer allows. Sources: TRL issue 5312,
+    miles issue 1724, NeMo-RL PR 4018, lmdeploy issue 4917.
+    """
+
+    rule = "R-VERSION"
+    wants = frozenset({"serve", "publish", "register", "write", "life"})
+
+    def __init__(self) -> None:
+        self._served: dict[Name, float] = {}
+        self._published: dict[Name, tuple[float, Event]] = {}
+        self._trained: tuple[float, Event] | None = None
+        self._new: dict[Name, Event] = {}
+        self._synced: set[Name] = set()
+        self._found: list[Finding] = []
+
+    def see(self, event: Event, start: Open | None, facts: Facts) -> None:
+        version = number(event.attrs.get("version"))
+        match event.action:
+            case "serve":
+                if event.kind == "start" or (event.kind == "progress" and version is not None):
+                    self._serve(event, version, facts)
+            case "publish" if event.kind == "end":
+                said = version if version is not None else _version(start)
+                if said is not None:
+                    self._published[event.rank] = (said, event)
+            case "register" if event.kind == "start":
+                self._new[event.rank] = event
+            case "life" if event.kind == "start" and "replaces" in event.attrs:
+                self._new[event.rank] = event
+            case "write" if event.kind == "end":
+                self._synced.add(event.rank)
+                said = version if version is not None else _version(start)
+                if said is not None and facts.header.kind(event.rank) == "trainer":
+                    self._trained = (said, event)
+            case _:
+                pass
+
+    def _serve(self, event: Event, version: float | None, facts: Facts) -> None:
+        if len(self._found) >= _KEPT:
+            return
+        state = facts.tags.of.get(event.rank)
+        content = state.content if state else None
+        if version is None and content is not None:
+            version = content.version
+        kv = number(event.attrs.get("kv_version"))
+        if kv is not None and version is not None and kv < version:
+            self._found.append(
+                Finding.on(
+                    "R-KVVERSION",
+                    event,
+                    f"rank {event.rank} serves weights of version {version:g} with KV of "
+                    f"version {kv:g}",
+                )
+            )
+        if version is None:
+            return
+        self._compare(event, version, facts)
+        self._served[event.rank] = version
+
+    def _compare(self, event: Event, version: float, facts: Facts) -> None:
+        state = facts.tags.of.get(event.rank)
+        content = state.content if state else None
+        committed, by = (content.committed, content.committed_by) if content else (None, None)
+        own = self._published.get(event.rank)
+        if own is not None and (committed is None or own[0] > committed):
+            committed, by = own
+        trained = self._trained
+        ahead = trained is not None and (committed is None or trained[0] > committed)
+        if ahead and trained is not None and facts.header.kind(event.rank) == "engine":
+            committed, by = trained
+        if committed is not None and by is not None and version < committed:
+            self._found.append(
+                Finding.on(
+                    "R-VERSION",
+                    event,
+                    f"rank {event.rank} serves version {version:g}, and version {committed:g} was "
+                    f"committed by {by.phase}",
+                    by,
+                )
+            )
+            return
+        new = self._new.get(event.rank)
+        if new is None or event.rank in self._synced:
+            return
+        peers = facts.header.peers(event.rank, self._served)
+        others = [self._served[peer] for peer in peers if peer != event.rank]
+        if others and version < min(others):
+            self._found.append(
+                Finding.on(
+                    "R-VERSION",
+                    event,
+                    f"rank {event.rank} joined and serves version {version:g} before its first "
+                    "sync; "
+                    f"its peers serve {min(others):g}",
+                    new,
+                )
+            )
+
+    def finish(self, facts: Facts) -> list[Finding]:
+        return self._found
+
+
+def _version(start: Open | None) -> float | None:
+    return number(start.event.attrs.get("version")) if start is not None else None
+
+
+class Monotone:
+    """R-MONOTONE: a published version fell.
+
+    Sees: one rank publishes, registers or installs a version lower than its own last one. Cannot
+    see: a restart from a checkpoint that says so (another `attempt`), which begins a new count.
+    Sources: slime `weight_version` after a restart, prime-rl watcher.
+    """
+
+    rule = "R-MONOTONE"
+    wants = frozenset({"publish", "write"})
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[Name, str], tuple[float, Event, object]] = {}
+        self._found: list[Finding] = []
+
+    def see(self, event: Event, start: Open | None, facts: Facts) -> None:
+        if event.kind not in ("start", "end"):
+            return
+        if event.action == "write" and event.kind == "start":
+            return
+        version = number(event.attrs.get("version"))
+        if version is None and event.kind == "end":
+            version = _version(start)
+        if version is None or len(self._found) >= _KEPT:
+            return
+        key = (event.rank, event.action)
+        attempt = event.attrs.get("attempt")
+        last = self._last.get(key)
+        if last is not None and version < last[0] and attempt == last[2]:
+            self._found.append(
+                Finding.on(
+                    "R-MONOTONE",
+                    event,
+                    f"rank {event.rank}: {event.phase} of version {version:g} after {last[0]:g}",
+                    last[1],
+                )
+            )
+        self._last[key] = (version, event, attempt)
+
+    def finish(self, facts: Facts) -> list[Finding]:
+        return self._found
+
+
+class Prerequisites:
+    """R-PREREQ: a phase starts without what was never supplied.
+
+    Sees: payload on a group that is named as none, that was destroyed, or whose creation on this
+    rank has not ended; a delta whose `base_version` is not the version that the rank holds; an
+    update outside a session where the log shows sessions, and which then fails. Cannot see: what
+    was supplied before the log. Sources: vime PR 87, vime issue 22, verl delta_sharded, NeMo-RL
+    issue 3274.
+    """
+
+    rule = "R-PREREQ"
+    wants = frozenset(
+        {
+            "send",
+            "receive",
+            "write",
+            "collective",
+            "init_group",
+            "destroy_group",
+            "begin",
+            "finish",
+            "serve",
+        }
+    )
+
+    def __init__(self) -> None:
+        self._dead: dict[tuple[Name, str], Event] = {}
+        self._joining: dict[tuple[Name, str], Event] = {}
+        self._session: dict[Name, bool] = {}
+        self._sessions_seen: Event | None = None
+        self._version: dict[Name, float] = {}
+        self._sure: list[Finding] = []
+        self._unsure: list[tuple[Event, Finding]] = []
+
+    def see(self, event: Event, start: Open | None, facts: Facts) -> None:
+        group = str(event.attrs["group"]) if "group" in event.attrs else None
+        match event.action:
+            case "init_group":
+                key = (event.rank, group or "")
+                if event.kind == "start":
+                    self._joining[key] = event
+                else:
+                    self._joining.pop(key, None)
+                    if event.kind == "end":
+                        self._dead.pop(key, None)
+            case "destroy_group":
+                if event.kind == "end" and group is not None:
+                    self._dead[(event.rank, group)] = event
+            case "begin":
+                if event.kind == "end":
+                    self._session[event.rank] = True
+                    self._sessions_seen = event
+            case "finish":
+                if event.kind == "end":
+                    self._session[event.rank] = False
+            case _:
+                if event.kind == "start":
+                    self._payload(event, group)
+                elif event.kind == "end" and event.action in ("write", "receive"):
+                    version = number(event.attrs.get("version"))
+                    version = version if version is not None else _version(start)
+                    if version is not None:
+                        self._version[event.rank] = version
+                elif event.kind == "fail" and event.action == "write":
+                    self._session[event.rank] = False
+
+    def _payload(self, event: Event, group: str | None) -> None:
+        if len(self._sure) >= _KEPT or event.action == "serve":
+            version = number(event.attrs.get("version"))
+            if version is not None:
+                self._version[event.rank] = version
+            return
+        if group is not None and group.lower() in _NONE:
+            self._sure.append(
+                Finding.on(
+                    "R-PREREQ",
+                    event,
+                    f"rank {event.rank} entered {event.phase} with no group: none was ever created",
+                )
+            )
+            return
+        dead = self._dead.get((event.rank, group)) if group is not None else None
+        if dead is not None:
+            why = f"group {group} was destroyed and not created again"
+            self._sure.append(
+                Finding.on("R-PREREQ", event, f"rank {event.rank}: {event.phase}, but {why}", dead)
+            )
+            return
+        joining = self._joining.get((event.rank, group)) if group is not None else None
+        if joining is not None:
+            why = f"group {group} is still being created"
+            self._sure.append(
+                Finding.on(
+                    "R-PREREQ", event, f"rank {event.rank}: {event.phase}, but {why}", joining
+                )
+            )
+            return
+        base = number(event.attrs.get("base_version"))
+        held = self._version.get(event.rank)
+        if base is not None and held is not None and base != held and event.action != "send":
+            why = f"its base is version {base:g}, and the rank holds {held:g}"
+            self._sure.append(
+                Finding.on("R-PREREQ", event, f"rank {event.rank} entered {event.phase}: {why}")
+            )
+            return
+        if event.action == "write" and not self._session.get(event.rank, False):
+            seen = self._sessions_seen
+            if seen is not None:
+                why = "no update session is open on this rank"
+                finding = Finding.on(
+                    "R-PREREQ", event, f"rank {event.rank}: {event.phase}, but {why}", seen
+                )
+                self._unsure.append((event, finding))
+
+    def finish(self, facts: Facts) -> list[Finding]:
+        return self._sure + [
+            finding
+            for event, finding in self._unsure
+            if facts.outcome(event) == "bad"
+            and any(
+                "session" in str(failure.attrs.get("error", "")).lower()
+                or "begin" in str(failure.attrs.get("error", "")).lower()
+                or "start" in str(failure.attrs.get("error", "")).lower()
+                or "must" in str(failure.attrs.get("error", "")).lower()
+                for failure in facts.failures_after(event.at, [event.rank])
+            )
+        ]
+
+
+class Evidenced:
+    """R-EVIDENCE: success was claimed, and its own figures say otherwise.
+
+    Sees: at the end of a phase, `received_X` (or `loaded_X`, `actual_X`, `X`) that does not match
+    `expected_X`; 0 bytes where more than none was expected; a checksum that does not match; ranks
+    that report different checksums for one version. Cannot see: a success without figures, which
+    is why checksums are worth logging. Sources: tokenspeed issue 1373, verl delta_sharded.
+    """
+
+    rule = "R-EVIDENCE"
+    wants = None
+
+    _PREFIXES: Final = ("received", "loaded", "actual", "applied", "updated", "got", "written")
+
+    def __init__(self) -> None:
+        self._found: list[Finding] = []
+        self._sums: dict[tuple[str, str], dict[Name, tuple[str, Event]]] = {}
+
+    def see(self, event: Event, start: Open | None, facts: Facts) -> None:
+        if event.kind != "end" or not event.attrs:
+            return
+        attrs: Mapping[str, Any] = event.attrs
+        began: Mapping[str, Any] = start.event.attrs if start is not None else {}
+        checksum = attrs.get("checksum")
+        if checksum is not None and event.action in ("write", "receive", "send", "publish"):
+            version = attrs.get("version", began.get("version", event.epoch))
+            if len(self._sums) > 64:
+                self._sums.pop(next(iter(self._sums)))
+            key = (str(version), str(attrs.get("bucket", began.get("bucket", ""))))
+            self._sums.setdefault(key, {})[event.rank] = (str(checksum), event)
+        why = _mismatch({**began, **attrs}, self._PREFIXES)
+        if why is not None and len(self._found) < _KEPT:
+            self._found.append(
+                Finding.on(
+                    "R-EVIDENCE",
+                    event,
+                    f"rank {event.rank} ended {event.phase} as a success, but {why}",
+                    *([start.event] if start is not None else []),
+                )
+            )
+
+    def finish(self, facts: Facts) -> list[Finding]:
+        return self._found + [
+            finding for sums in self._sums.values() for finding in _odd_sums(sums)
+        ]
+
+
+def _odd_sums(sums: dict[Name, tuple[str, Event]]) -> list[Finding]:
+    groups: dict[str, list[Name]] = {}
+    for rank, (checksum, _) in sums.items():
+        groups.setdefault(checksum, []).append(rank)
+    if len(groups) < 2:
+        return []
+    sizes = sorted(groups.values(), key=len)
+    guilty = sizes[0] if len(sizes) == 2 and len(sizes[0]) < len(sizes[1]) else []
+    events = [event for _, event in sums.values()]
+    first = sums[guilty[0]][1] if guilty else events[-1]
+    return [
+        Finding.on(
+            "R-EVIDENCE",
+            first,
+            "ranks report different checksums for one version: "
+            + "; ".join(f"{ranks} {checksum[:16]}" for checksum, ranks in groups.items()),
+            *events[:8],
+            guilty=tuple(guilty),
+        )
+    ]
+
+
+def _mismatch(attrs: Mapping[str, Any], prefixes: tuple[str, ...]) -> str | None:
+    for name, expected in attrs.items():
+        if not name.startswith("expected_"):
+            continue
+        thing = name.removeprefix("expected_")
+        if thing in ("free_gib", "freed_gib", "gib"):
+            continue
+        for actual_name in (*(f"{prefix}_{thing}" for prefix in prefixes), thing):
+            if actual_name not in attrs:
+                continue
+            actual = attrs[actual_name]
+            want, got = number(expected), number(actual)
+            if want is None or got is None:
+                if isinstance(expected, str) and str(actual) != expected:
+                    return f"{actual_name} is {str(actual)[:40]}, expected {expected[:40]}"
+                continue
+            if (want == 1 and thing == "bytes" and got < 1) or (
+                not (want == 1 and thing == "bytes") and got < want
+            ):
+                return f"{actual_name} is {got:g}, expected {want:g}"
+    verified = attrs.get("verified", attrs.get("checksum_ok", attrs.get("checksum_match")))
+    if verified is False:
+        return "its own check did not match"
+    return None
+
+
+class Scope:
+    """R-SCOPE: outputs are bad, and nothing that phase logs can show is wrong.
+
+    Sees: an `output` that the log itself calls bad. It is no fault of order, fence, tag or
+    version, so the answer stays `ok` and says what would show more. Source: SGLang issue 15246,
+    vLLM RFC 48312.
+    """
+
+    rule = "R-SCOPE"
+    wants = None
+
+    def __init__(self) -> None:
+        self._bad: Event | None = None
+
+    def see(self, event: Event, start: Open | None, facts: Facts) -> None:
+        if (
+            self._bad is None
+            and event.attrs
+            and (is_bad_output(event.attrs.get("output")) or event.attrs.get("output_ok") is False)
+        ):
+            self._bad = event
+
+    def finish(self, facts: Facts) -> list[Finding]:
+        if self._bad is None:
+            return []
+        return [
+            Finding.on(
+                "R-SCOPE",
+                self._bad,
+                "the output is bad, and no phase, fence, tag or version in this log explains it",
+                strength=SUSPECTED + 2,
+                guilty=(),
+                record_next=("a checksum of the weights after every sync, or a log-prob probe",),
+            )
+        ]

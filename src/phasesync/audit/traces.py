@@ -1,0 +1,203 @@
+"""A trace's lines as a header and events; whatever is odd about a line is a finding, never an
+error.
+
+An unknown attribute is kept. A line that names no rank or no event cannot be ordered, so it is
+reported and left out.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, Protocol
+
+from phasesync.audit.answer import NOTE, SUSPECTED, Evidence, Finding
+from phasesync.audit.events import EMPTY, KINDS, Event, Header, Name, number, text_of
+
+__all__ = ("RawLine", "Trace", "header_of")
+
+_VERSION: Final = 1
+_SYNONYMS: Final = {
+    "begin": "start",
+    "started": "start",
+    "enter": "start",
+    "finish": "end",
+    "done": "end",
+    "complete": "end",
+    "ended": "end",
+    "error": "fail",
+    "failed": "fail",
+    "exception": "fail",
+    "crash": "exit",
+    "died": "exit",
+    "killed": "exit",
+    "timed_out": "timeout",
+}
+
+
+class RawLine(Protocol):
+    """A line as a reader hands it over: its number, its object, or why there is none."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def data(self) -> dict[str, Any] | None: ...
+    @property
+    def problem(self) -> str | None: ...
+
+
+def header_of(data: Mapping[str, Any], vocabulary: Mapping[str, str] | None = None) -> Header:
+    """The header that the first line of a trace gives."""
+    ranks = tuple(
+        dict.fromkeys(
+            rank for value in _list(data.get("ranks")) if (rank := rank_name(value)) is not None
+        )
+    )
+    memory = data.get("memory")
+    memory = memory if isinstance(memory, Mapping) else {}
+    roles = data.get("roles")
+    roles = roles if isinstance(roles, Mapping) else {}
+    by_text = {str(rank): rank for rank in ranks}
+    initial = memory.get("initial_gib")
+    capacity = memory.get("capacity_gib")
+    own = data.get("vocabulary", data.get("phases"))
+    words = {str(key): str(value) for key, value in own.items()} if isinstance(own, Mapping) else {}
+    return Header(
+        name=text_of(data.get("name", "")),
+        ranks=ranks,
+        roles={
+            by_text.get(str(rank), str(rank)): text_of(role)
+            for rank, role in roles.items()
+            if role is not None
+        },
+        capacity_gib=_figures(capacity) if isinstance(capacity, Mapping) else number(capacity),
+        initial_gib=_figures(initial) if isinstance(initial, Mapping) else {},
+        vocabulary={**words, **(vocabulary or {})},
+    )
+
+
+def rank_name(value: object) -> Name | None:
+    """How a trace's rank is known from here on: an integer where it is one."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 1e15 else None
+    if isinstance(value, str):
+        text = text_of(value, 120)
+        return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else text
+    return None
+
+
+def _list(value: object) -> Iterable[object]:
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _figures(value: Mapping[Any, Any]) -> dict[str, float]:
+    figures = ((str(key), number(figure)) for key, figure in value.items())
+    return {key: figure for key, figure in figures if figure is not None}
+
+
+class Trace:
+    """The events of one trace file, read as they come; `problems` grows beside them."""
+
+    def __init__(
+        self, file: str, lines: Iterable[RawLine], vocabulary: Mapping[str, str] | None = None
+    ) -> None:
+        self.file = file
+        self.problems: list[Finding] = []
+        self._lines = iter(lines)
+        self._vocabulary = vocabulary
+        self._first: RawLine | None = None
+        self._counts: dict[str, int] = {}
+        self._torn: Evidence | None = None
+        self.header = self._header()
+
+    def _header(self) -> Header:
+        for line in self._lines:
+            if line.data is None:
+                self._note(line, line.problem or "unreadable")
+                continue
+            if "trace" not in line.data:
+                self._first = line
+                self._note(line, "no header: ranks, roles and memory are not known")
+                return Header(vocabulary=dict(self._vocabulary or {}))
+            version = line.data.get("trace")
+            if not isinstance(version, int) or isinstance(version, bool) or version != _VERSION:
+                self._note(
+                    line, f"trace format {text_of(version, 20)}; this reader knows {_VERSION}"
+                )
+            return header_of(line.data, self._vocabulary)
+        return Header(vocabulary=dict(self._vocabulary or {}))
+
+    def events(self) -> Iterator[Event]:
+        """The events, in the order of the file."""
+        at = 0
+        known = set(self.header.ranks)
+        means = self.header.means
+        for line in self._rest():
+            data = line.data
+            if data is None:
+                self._note(line, line.problem or "unreadable")
+                continue
+            if "trace" in data and "event" not in data:
+                self._note(line, "a second header: two runs in one file")
+                continue
+            event = self._event(at, line, data, means)
+            if event is None:
+                continue
+            if known and event.rank not in known:
+                known.add(event.rank)
+                self._note(line, f"rank {event.rank} is not in the header")
+            at += 1
+            yield event
+
+    def _rest(self) -> Iterator[RawLine]:
+        if self._first is not None:
+            yield self._first
+        yield from self._lines
+
+    def _event(
+        self, at: int, line: RawLine, data: dict[str, Any], means: Callable[[str], Any]
+    ) -> Event | None:
+        rank = rank_name(data.get("rank"))
+        phase = data.get("phase")
+        kind = data.get("event")
+        if rank is None or not isinstance(phase, str) or not isinstance(kind, str):
+            self._note(line, "no rank, phase or event")
+            return None
+        if kind not in KINDS:
+            other = _SYNONYMS.get(kind.lower())
+            if other is None:
+                self._note(line, f"unknown event {text_of(kind, 40)}")
+                return None
+            kind = other
+        attrs = data.get("attrs")
+        epoch = data.get("epoch")
+        if isinstance(epoch, bool) or not isinstance(epoch, int):
+            epoch = int(epoch) if isinstance(epoch, float) and epoch.is_integer() else None
+        return Event(
+            at,
+            self.file,
+            line.number,
+            rank,
+            epoch,
+            phase,
+            kind,
+            attrs if isinstance(attrs, dict) else EMPTY,
+            means(phase),
+        )
+
+    def _note(self, line: RawLine, what: str) -> None:
+        count = self._counts[what] = self._counts.get(what, 0) + 1
+        if count > 1 or len(self.problems) > 64:
+            return
+        lost = line.data is None
+        self.problems.append(
+            Finding(
+                rule=None,
+                strength=SUSPECTED if lost else NOTE,
+                at=1 << 60,
+                because=f"{self.file}:{line.number}: {what}",
+                evidence=(Evidence(self.file, line.number),),
+                record_next=("the whole file",) if lost else (),
+            )
+        )

@@ -1,0 +1,165 @@
+"""Reading of logs: trace files and journals, line by line, from files, folders and packed files.
+
+A log is what is left after a crash, so nothing in it is trusted: a torn, foreign or absurd line
+becomes a problem that is reported, never an exception.
+"""
+
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final, NamedTuple, cast
+
+from phasesync.core.wire import JsonError, decode
+from phasesync.errors import LogError
+
+__all__ = ("LINE_MAX", "Line", "Source", "lines", "sources")
+
+LINE_MAX: Final = 1 << 20
+_CHUNK: Final = 1 << 16
+_FILES_MAX: Final = 1_000_000
+
+
+class Line(NamedTuple):
+    """One line of a log: its object, or why there is none."""
+
+    number: int
+    data: dict[str, Any] | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One file that holds lines; `kind` is `trace` or `journal`, `run` the folder or run that it
+    is of.
+    """
+
+    path: Path
+    name: str
+    kind: str
+    run: str = ""
+
+
+def sources(paths: Iterable[str | Path]) -> list[Source]:
+    """The log files that `paths` (files, or folders searched in full) name.
+
+    Raises:
+        LogError: a path does not exist, or a folder has no log.
+    """
+    found: list[Source] = []
+    for each in paths:
+        path = Path(each)
+        if path.is_dir():
+            inside = sorted(
+                file for file in path.rglob("*.jsonl*") if file.is_file() and _is_log(file)
+            )
+            if not inside:
+                raise LogError(
+                    f"{path}: no log in this folder; logs are *.jsonl files, plain, .gz or .zst"
+                )
+            found += [_source(file, str(file)) for file in inside[:_FILES_MAX]]
+        elif path.is_file():
+            found.append(_source(path, str(path)))
+        else:
+            raise LogError(
+                f"{path}: no such file or folder; give a trace, a journal or a run folder"
+            )
+    return found
+
+
+def _is_log(path: Path) -> bool:
+    name = path.name
+    return name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst"))
+
+
+def _source(path: Path, name: str) -> Source:
+    for line in lines(path):
+        if line.data is None:
+            if line.number > 64:
+                break
+            continue
+        if "trace" in line.data and "event" not in line.data:
+            return Source(path=path, name=name, kind="trace", run=name)
+        if "journal" in line.data or ("role" in line.data and "seq" in line.data):
+            return Source(path=path, name=name, kind="journal", run=str(line.data.get("run", "")))
+        if "phase" in line.data and "event" in line.data:
+            return Source(path=path, name=name, kind="trace", run=name)
+        break
+    kind = "trace" if ".trace." in path.name else "journal"
+    return Source(path=path, name=name, kind=kind, run=name if kind == "trace" else "")
+
+
+def lines(path: Path) -> Iterator[Line]:
+    """The lines of one file, in order; problems in place of what cannot be read.
+
+    Raises:
+        LogError: the file cannot be opened, or needs a package that is not installed.
+    """
+    try:
+        with _open(path) as stream:
+            yield from _lines(stream)
+    except PermissionError as error:
+        raise LogError(
+            f"{path}: may not be read ({error.strerror}); check its permissions"
+        ) from error
+    except IsADirectoryError as error:
+        raise LogError(f"{path}: is a folder") from error
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.name.endswith(".gz"):
+        return cast("IO[bytes]", gzip.open(path, "rb"))
+    if path.name.endswith(".zst"):
+        try:
+            import zstandard  # noqa: PLC0415
+        except ModuleNotFoundError as error:
+            raise LogError(f"{path}: to read .zst: pip install 'phasesync[zstd]'") from error
+        return cast("IO[bytes]", zstandard.open(path, "rb"))
+    return path.open("rb")
+
+
+def _lines(stream: IO[bytes]) -> Iterator[Line]:
+    number = 0
+    try:
+        while True:
+            raw = stream.readline(LINE_MAX + 1)
+            if not raw:
+                return
+            number += 1
+            if len(raw) > LINE_MAX and not raw.endswith(b"\n"):
+                _skip(stream)
+                yield Line(number, None, f"longer than {LINE_MAX >> 20} MiB; skipped")
+                continue
+            if raw.isspace():
+                continue
+            try:
+                data = decode(raw)
+            except (JsonError, RecursionError):
+                torn = not raw.endswith(b"\n")
+                yield Line(number, None, "torn off" if torn else _why_bad(raw))
+                continue
+            if isinstance(data, dict):
+                yield Line(number, data)
+            else:
+                yield Line(number, None, "not a JSON object")
+    except (EOFError, OSError, zlib.error, ValueError) as error:
+        yield Line(number + 1, None, f"the file ends here: {error}")
+    except Exception as error:  # zstandard raises its own type, known only where it is installed.
+        if type(error).__name__ != "ZstdError":
+            raise
+        yield Line(number + 1, None, f"the file ends here: {error}")
+
+
+def _why_bad(raw: bytes) -> str:
+    if b"\0" in raw:
+        return "holds NUL bytes; a file system or a crash left them"
+    return "not JSON"
+
+
+def _skip(stream: IO[bytes]) -> None:
+    """Read to the end of a line that is too long to keep."""
+    while True:
+        raw = stream.readline(_CHUNK)
+        if not raw or raw.endswith(b"\n"):
+            return
