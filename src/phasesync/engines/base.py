@@ -169,6 +169,9 @@ class EngineDriver(typing.Protocol):
     async def finish(self, version: Version) -> Evidence:
         """Close the update and commit `version`; what each rank then holds."""
 
+    async def abandon(self) -> None:
+        """Close the update without committing; what the weights are then is nobody's version."""
+
     async def flush(self) -> None:
         """Drop every cache that older weights filled."""
 
@@ -203,6 +206,9 @@ class EnginePort(typing.Protocol):
     async def finish(self, version: Version) -> Evidence:
         """Commit `version` on all ranks, compare them, and drop the caches."""
 
+    async def abandon(self) -> None:
+        """Close the open update without a commit; a whole new one must follow."""
+
     async def flush(self) -> None:
         """Drop the caches; refused while KV is released or the gate is open."""
 
@@ -211,6 +217,9 @@ class EnginePort(typing.Protocol):
 
     async def raise_floor(self, floor: Floor) -> None:
         """Refuse every ticket below `floor` from now on, late ones included."""
+
+    async def spend(self, ticket: Ticket) -> None:
+        """Refuse all tickets of its scope that are older than `ticket`, as recovery must."""
 
     async def close(self) -> None:
         """Leave no thread or connection behind; the engine itself goes on."""

@@ -110,7 +110,10 @@ _RULES: Mapping[str, tuple[Rule, ...]] = {
         _WEIGHTS_THERE,
         _SHUT,
         (
-            lambda s, c: s.version is not None and (c.version or 0) <= s.version,
+            lambda s, c: (
+                s.version is not None
+                and ((c.version or 0), s.content != "whole") <= (s.version, False)
+            ),
             "version {s.version} is committed; versions only rise",
         ),
     ),
@@ -123,6 +126,7 @@ _RULES: Mapping[str, tuple[Rule, ...]] = {
         (lambda s, c: s.session != c.version, "the open update is to version {s.session}"),
         (lambda s, _: s.loaded == 0, "nothing was loaded; that is no version"),
     ),
+    "abandon": ((lambda s, _: s.session is None, "no update is open"),),
     "flush": (
         _SHUT,
         (lambda s, _: KV_CACHE in s.asleep | s.doubtful, "the KV cache is released"),
@@ -194,6 +198,7 @@ _DONE: Mapping[str, Effect] = {
         version=c.version,
         kv_stale=KV_CACHE not in s.asleep,
     ),
+    "abandon": lambda s, _: replace(s, session=None, loaded=0, content="partial"),
     "flush": lambda s, _: replace(s, kv_stale=False),
 }
 
@@ -218,6 +223,7 @@ _FAILED: Mapping[str, Effect] = {
     "begin": lambda s, _: replace(s, session=None, content="partial"),
     "load": lambda s, _: replace(s, session=None, loaded=0, content="partial"),
     "finish": lambda s, _: replace(s, session=None, loaded=0, content="partial"),
+    "abandon": lambda s, _: replace(s, session=None, loaded=0, content="partial"),
     "flush": lambda s, _: replace(s, kv_stale=True),
 }
 

@@ -39,6 +39,7 @@ DEADLINES_S: Mapping[str, float] = {
     "begin": 120.0,
     "load": 900.0,
     "finish": 300.0,
+    "abandon": 120.0,
     "flush": 60.0,
 }
 
@@ -123,6 +124,9 @@ class LedgerPort:
         if self._status.kv_stale:
             await self.flush()
         return evidence
+
+    async def abandon(self) -> None:
+        await self._run(await self._call("abandon"), self._driver.abandon)
 
     async def flush(self) -> None:
         await self._run(await self._call("flush"), self._driver.flush)

@@ -292,6 +292,10 @@ class SimulatedDriver:
         self.engine.finish_update()
         return Evidence(self.engine.versions())
 
+    async def abandon(self) -> None:
+        self.engine.finish_update()
+        self.engine.partial = True
+
     async def flush(self) -> None:
         if not self.engine.flush():
             raise RuntimeError("the cache is still held; nothing was flushed")

@@ -107,8 +107,12 @@ class VllmDriver:
     @property
     def releasable(self) -> tuple[frozenset[Tag], ...]:
         both = frozenset((WEIGHTS, KV_CACHE))
-        alone = frozenset((KV_CACHE,))
-        return (both, alone) if self._way.has("release_kv_cache_memory") else (both,)
+        if not self._way.has("release_kv_cache_memory"):
+            return (both,)
+        # Where KV is released by itself, a sleep after it releases the weights; elsewhere it is
+        # answered with a warning and does nothing.
+        rest = frozenset(self.tags) - self._asleep
+        return tuple({both, frozenset((KV_CACHE,)), *({rest} if rest < both else ())})
 
     @property
     def keeps_weights(self) -> bool:
@@ -258,6 +262,15 @@ class VllmDriver:
             case Rpc() | Lora():
                 pass
         return Evidence(await self._committed(version), await self._sums())
+
+    async def abandon(self) -> None:
+        match self._transfer:
+            case Session():
+                await self._call("finish_weight_update")
+            case Rpc(finish=str(name)):
+                await self._rpc(name)
+            case Rpc() | Lora():
+                pass
 
     async def flush(self) -> None:
         if await self._call("reset_prefix_cache") is False:

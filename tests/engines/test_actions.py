@@ -1,0 +1,166 @@
+"""The ready-made actions: an epoch, a recovery from wherever it stopped, and the floor."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phasesync.core.model import Epoch, FenceKey, FenceName, Ticket, Version
+from phasesync.engines.actions import engine_actions
+from phasesync.engines.base import KV_CACHE, WEIGHTS, Floor
+from phasesync.engines.port import LedgerPort
+from phasesync.engines.simulated import Budget, SimulatedDriver, SimulatedEngine
+from phasesync.engines.tickets import TicketRules
+from phasesync.errors import EngineError, EngineRefused
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+class Leader:
+    """A leader that passes each fence alone and goes through its phases."""
+
+    def __init__(self) -> None:
+        self.engine = SimulatedEngine([Budget(16)])
+        self.port = LedgerPort(
+            SimulatedDriver(self.engine), tickets=TicketRules(run="run", scope="replica/0")
+        )
+        self.actions = engine_actions(
+            self.port, buckets=lambda turn: [str(turn.version)], serve=self.served
+        )
+        self.marks: list[dict[str, Any]] = []
+        self.answers: list[str] = []
+        self.generation = 0
+
+    async def served(self, turn: Any) -> None:
+        self.answers.append(self.engine.generate("hello"))
+
+    async def does(self, phase: str, fence: str | None, epoch: int) -> None:
+        if fence is not None:
+            self.generation += 1
+        turn = SimpleNamespace(
+            ticket=Ticket(
+                key=FenceKey("run", 0, "replica/0", self.generation),
+                fence=FenceName(fence or "rollout_over"),
+                epoch=Epoch(epoch),
+                count=1,
+                hash="0" * 64,
+            ),
+            version=epoch,
+            epoch=epoch,
+            progress=lambda **marks: self.marks.append(marks),
+        )
+        await self.actions[phase](turn)
+
+    async def epoch(self, number: int, *, until: str = "sleep") -> None:
+        for phase, fence in (
+            ("resume_weights", "ready_for_weights"),
+            ("load", "staged"),
+            ("resume_kv", "memory_released"),
+            ("serve", "ready_to_serve"),
+            ("sleep", None),
+        ):
+            await self.does(phase, fence, number)
+            if phase == until:
+                return
+
+
+async def asleep(leader: Leader) -> None:
+    await leader.port.pause()
+    await leader.port.release((WEIGHTS, KV_CACHE))
+
+
+def test_epochs_end_where_they_began_one_version_later_and_raise_the_floor() -> None:
+    leader = Leader()
+
+    async def story() -> None:
+        await asleep(leader)
+        for number in (1, 2, 3):
+            await leader.epoch(number)
+            status = await leader.port.status()
+            assert status.asleep == {WEIGHTS, KV_CACHE}
+            assert (status.version, status.floor) == (number, Floor(0, number + 1))
+
+    run(story())
+    assert leader.answers == ["hello@1", "hello@2", "hello@3"]
+    assert [mark["version"] for mark in leader.marks] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("until", ["resume_weights", "load", "resume_kv", "serve"])
+def test_recovery_puts_the_engine_back_from_wherever_the_epoch_stopped(until: str) -> None:
+    leader = Leader()
+
+    async def story() -> None:
+        await asleep(leader)
+        await leader.epoch(1, until=until)
+        await leader.does("reclaim", "stopped", 1)
+        assert (await leader.port.status()).asleep == {WEIGHTS, KV_CACHE}
+        await leader.epoch(1)
+
+    run(story())
+    assert leader.answers[-1] == "hello@1"
+
+
+def test_recovery_abandons_an_update_that_is_open() -> None:
+    leader = Leader()
+
+    async def story() -> None:
+        await asleep(leader)
+        await leader.epoch(1, until="resume_weights")
+        await leader.port.begin(Version(1))
+        await leader.port.load("half")
+        await leader.does("reclaim", "stopped", 1)
+        await leader.epoch(1)
+
+    run(story())
+    assert leader.answers == ["hello@1"]
+
+
+def test_a_ticket_from_before_a_recovery_is_spent() -> None:
+    leader = Leader()
+
+    async def story() -> None:
+        await asleep(leader)
+        await leader.epoch(1, until="resume_weights")
+        early = leader.generation
+        await leader.does("reclaim", "stopped", 1)
+        leader.generation = early - 1
+        with pytest.raises(EngineRefused, match="has come to"):
+            await leader.epoch(1, until="resume_weights")
+
+    run(story())
+
+
+def test_an_engine_that_nothing_is_known_of_cannot_be_reclaimed() -> None:
+    leader = Leader()
+
+    async def story() -> None:
+        await asleep(leader)
+        leader.engine.devices[0].take("a peer's parameters", 10)
+        await leader.epoch(1, until="load")
+        with pytest.raises(EngineError, match="out of memory"):
+            await leader.does("resume_kv", "memory_released", 1)
+        with pytest.raises(EngineError, match=r"cannot be reclaimed, it is unknown.*replace it"):
+            await leader.does("reclaim", "stopped", 1)
+
+    run(story())
+
+
+def test_buckets_may_come_as_they_are_made() -> None:
+    leader = Leader()
+
+    async def stream(turn: Any) -> AsyncIterator[object]:
+        for _ in range(3):
+            yield str(turn.version)
+
+    leader.actions = engine_actions(leader.port, buckets=stream)
+
+    async def story() -> None:
+        await asleep(leader)
+        await leader.epoch(1)
+
+    run(story())
+    assert leader.engine.calls.count("update(1)") == 3
