@@ -20,6 +20,7 @@ from phasesync.core.condition import (
     evaluate,
     names,
     parse,
+    write,
 )
 from phasesync.core.model import OptionName, OptionValue
 from phasesync.core.options import doubt
@@ -161,3 +162,12 @@ def test_any_text_is_read_or_refused_with_its_column(text: str) -> None:
         assert 0 <= column <= len(text)
     elif doubt(condition, OPTIONS) is None:
         assert {bool(evaluate(condition, options)) for options in VALUES} <= {True, False}
+
+
+@settings(deadline=None, max_examples=300)
+@given(TEXTS)
+def test_what_is_written_out_reads_back(text: str) -> None:
+    condition = parse(text, KNOWN)
+    again = write(condition)
+    assert parse(again, KNOWN) == condition
+    assert len(again.replace(" ", "")) <= len(text.replace(" ", ""))

@@ -32,6 +32,7 @@ __all__ = (
     "evaluate",
     "names",
     "parse",
+    "write",
 )
 
 DEPTH_MAX = 32
@@ -112,6 +113,9 @@ _TOKEN = re.compile(
     r"|'(?P<single>[^']*)'|\"(?P<double>[^\"]*)\")"
 )
 
+_BARE = re.compile(r"[A-Za-z_]\w*")
+_WORDS = frozenset(("and", "or", "not", "in", "true", "false"))
+
 
 class _Token(NamedTuple):
     kind: str
@@ -167,6 +171,43 @@ def names(condition: Condition) -> frozenset[str]:
             return names(left) | names(right)
         case Member(value, choices):
             return names(value).union(*map(names, choices))
+
+
+def write(condition: Condition) -> str:
+    """The text that parses to `condition`, with no brackets that it does not need."""
+    return _written(condition, 0)
+
+
+def _written(condition: Condition, rank: int) -> str:
+    """`condition` within something that binds as tightly as `rank`."""
+    match condition:
+        case Name(name):
+            return name
+        case Literal(bool() as value):
+            return str(value).lower()
+        case Literal(str() as value):
+            return value if _BARE.fullmatch(value) and value not in _WORDS else _quoted(value)
+        case Literal(value):
+            return str(value)
+        case Not(Member(value, choices)):
+            text = f"{_written(value, 4)} not in [{', '.join(_written(c, 4) for c in choices)}]"
+            mine = 3
+        case Not(term):
+            text, mine = f"not {_written(term, 2)}", 2
+        case And(terms):
+            text, mine = " and ".join(_written(term, 2) for term in terms), 1
+        case Or(terms):
+            text, mine = " or ".join(_written(term, 1) for term in terms), 0
+        case Compare(op, left, right):
+            text, mine = f"{_written(left, 4)} {op} {_written(right, 4)}", 3
+        case Member(value, choices):
+            text = f"{_written(value, 4)} in [{', '.join(_written(c, 4) for c in choices)}]"
+            mine = 3
+    return text if mine >= rank else f"({text})"
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"' if "'" in text else f"'{text}'"
 
 
 def _tokens(text: str) -> Iterator[_Token]:

@@ -5,8 +5,8 @@ because two accesses that *meet* (lint.view) need a fence between them that cove
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, combinations, permutations
-from typing import TypeAlias
 
 from phasesync.core.protocol import DEVICE, EVERYWHERE, WORLD, FenceDecl, PhaseDecl, StepDecl, Verb
 from phasesync.lint.finding import Finding, Findings
@@ -32,10 +32,10 @@ def fence_rules(view: View) -> Findings:
 
 def order_rules(view: View) -> Findings:
     """What no fence keeps apart; one finding for two phases, whatever they share."""
-    seen: set[tuple[str, str]] = set()
-    for pair, found in chain(_acquires(view), _races(view)):
-        if pair not in seen:
-            seen.add(pair)
+    seen: set[tuple[str, ...]] = set()
+    for found in chain(_acquires(view), _races(view)):
+        if found.phases not in seen:
+            seen.add(found.phases)
             yield found
 
 
@@ -126,10 +126,8 @@ def _s(seconds: float) -> str:
 
 # ------------------------------------------------------------------------------- what meets
 
-_Doubt: TypeAlias = tuple[tuple[str, str], Finding]
 
-
-def _races(view: View) -> Iterator[_Doubt]:
+def _races(view: View) -> Findings:
     """Two hands on one resource, not both only reading, with a fence between them either way."""
     for one, two in combinations(view.accesses, 2):
         if one.resource != two.resource or one.phase == two.phase or (one.shared and two.shared):
@@ -143,7 +141,7 @@ def _races(view: View) -> Iterator[_Doubt]:
             yield _unfenced(view, two, one, scope)
 
 
-def _acquires(view: View) -> Iterator[_Doubt]:
+def _acquires(view: View) -> Findings:
     """What is acquired is fenced off from the release of what may not be there with it."""
     for access in view.accesses:
         if not _takes(view, access):
@@ -164,7 +162,7 @@ def _takes(view: View, access: Access) -> bool:
     return access.verb is Verb.ACQUIRES
 
 
-def _let_go(view: View, access: Access, release: Access | None) -> _Doubt | None:
+def _let_go(view: View, access: Access, release: Access | None) -> Finding | None:
     """What is wrong between a release and the acquire that relies on it."""
     if release is None or release.verb is Verb.ACQUIRES or release.phase == access.phase:
         return None  # What is still mapped then is found by running the epoch.
@@ -178,15 +176,15 @@ def _let_go(view: View, access: Access, release: Access | None) -> _Doubt | None
         wrong = f"fence {fence.name!r} opens before the device has done what "
         wrong += f"{release.phase.name!r} only enqueued (it releases {release.resource})"
         right = "add `requires: [device_synchronised]`"
-        pair = release.phase.name, fence.name
-        return pair, _finding(view, "unsynchronised", fence, wrong, right)
+        phases = release.phase.name, access.phase.name
+        return replace(_finding(view, "unsynchronised", fence, wrong, right), phases=phases)
     return None
 
 
 _REACH = {DEVICE: "its device", EVERYWHERE: "all devices", WORLD: "all devices"}
 
 
-def _unfenced(view: View, first: Access, then: Access, scope: str) -> _Doubt:
+def _unfenced(view: View, first: Access, then: Access, scope: str) -> Finding:
     rule = "unprotected-acquire" if then.verb is Verb.ACQUIRES else "unprotected"
     reach = _REACH.get(then.reach, f"every device of its {then.reach}")
     who = "every rank" if first.actor == DEVICE else "the leader"
@@ -196,7 +194,8 @@ def _unfenced(view: View, first: Access, then: Access, scope: str) -> _Doubt:
     wrong += f"shows that {who} has ended {first.phase.name!r}, "
     wrong += f"which {_SAYS[first.verb]} {first.resource}"
     right = f"put a fence of scope {' or '.join(dict.fromkeys((scope, WORLD)))} between them"
-    return (first.phase.name, then.phase.name), _finding(view, rule, then.phase, wrong, right)
+    phases = first.phase.name, then.phase.name
+    return replace(_finding(view, rule, then.phase, wrong, right), phases=phases)
 
 
 def _finding(view: View, rule: str, step: PhaseDecl | FenceDecl, wrong: str, right: str) -> Finding:

@@ -20,7 +20,8 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """`under` names the options, where not the defaults, under which it is so."""
+    """`under` names the options, where not the defaults, under which it is so; `phases` are the
+    two that nothing keeps apart, where it is about such."""
 
     rule: str
     wrong: str
@@ -28,6 +29,7 @@ class Finding:
     place: Place
     severity: Severity = Severity.ERROR
     under: str = ""
+    phases: tuple[str, ...] = ()
     file: str = "<protocol>"
 
     def error(self) -> ProtocolError:
