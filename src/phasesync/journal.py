@@ -43,15 +43,13 @@ class _File:
         self._fsync = fsync
         self._torn = False
         self._warned = False
+        self._tried = False
         self._fd: int | None = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            self._warn(error)
 
     def msg(self, line: bytes) -> None:
         """Write one line; count it as lost where that fails."""
+        if not self._tried:
+            self._open()
         if self._fd is None:
             self.lost += 1
             return
@@ -66,6 +64,15 @@ class _File:
                 os.fsync(self._fd)
         except OSError as error:
             self.lost += 1
+            self._warn(error)
+
+    def _open(self) -> None:
+        self._tried = True
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC
+            self._fd = os.open(self.path, flags, 0o644)
+        except OSError as error:
             self._warn(error)
 
     def flush(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from phasesync.core.aftermath import aftermath, put_back, to_replace
 from phasesync.core.kernel import Kind, Stage, Status, fences_left, next_step
-from phasesync.core.model import Broken, Epoch, FenceCall, OptionValue, Rank, RootCause, Version
+from phasesync.core.model import Broken, Epoch, OptionValue, Rank, RootCause, Version
 from phasesync.core.plan import PLAN, Act, Plan, Wait, resolve
 from phasesync.core.protocol import PhaseDecl, Protocol
 from phasesync.errors import EpochFailed, EpochOrderError, FenceError, PlanError, describe
@@ -69,7 +69,6 @@ class RankRunner:
 
     Raises:
         PlanError: the arguments do not make a plan, or a phase has no action.
-        EpochOrderError: this process has another runner for the rank.
     """
 
     def __init__(
@@ -106,17 +105,11 @@ class RankRunner:
         self._plan_deadline_s = plan_deadline_s
         self._mono_ns = mono_ns
         self._machine = RankMachine(self.plan, self._index)
-        self._last_over: FenceCall | None = None
         self._phases_s: dict[str, float] = {}
         self._busy = self._open = False
         self.run = run or os.environ.get("PHASESYNC_RUN") or "run"
         self.attempt = int(os.environ.get("PHASESYNC_ATTEMPT", "0")) if attempt is None else attempt
         self._claim = (self.run, self.attempt, self.rank)
-        if self._claim in _RUNNING:
-            raise EpochOrderError(
-                f"{self.rank} has a runner in this process already (run {self.run!r}, attempt "
-                f"{self.attempt}); close it before another one is made"
-            )
         self.journal = Journal(
             runs or os.environ.get("PHASESYNC_RUNS") or "runs",
             run=self.run,
@@ -138,7 +131,6 @@ class RankRunner:
             incarnation=incarnation,
             mono_ns=mono_ns,
         )
-        _RUNNING.add(self._claim)
 
     # ------------------------------------------------------------------ life of a runner
 
@@ -159,8 +151,15 @@ class RankRunner:
 
         Raises:
             EpochFailed: ranks hold different plans, or somebody did not come.
+            EpochOrderError: this process has another runner for the rank.
             StoreLost: the fence transport does not answer.
         """
+        if self._claim in _RUNNING:
+            raise EpochOrderError(
+                f"{self.rank} has a runner in this process already (run {self.run!r}, attempt "
+                f"{self.attempt}); close it before another one is made"
+            )
+        _RUNNING.add(self._claim)
         self.journal.write("rank.start", digest=self.plan.digest)
         try:
             await self._fences.transport.connect()
@@ -231,7 +230,8 @@ class RankRunner:
             raise EpochOrderError(f"{self.rank} is not started; use 'async with' or start()")
         if self._busy:
             raise EpochOrderError(f"{self.rank} is in epoch {state.epoch}; await it first")
-        if not (state.status is Status.FINISHED or self._is_fresh() or self._rest_is_outside()):
+        may = state.status is Status.FINISHED or self._is_fresh() or self._rest_is_outside()
+        if not (may or self._recovery_is_due()):
             raise EpochOrderError(
                 f"{self.rank} left epoch {state.epoch} {self._machine.name!r} and nothing "
                 "recovered it; start the rank again as a new incarnation"
@@ -247,13 +247,25 @@ class RankRunner:
     async def _enter_epoch(self) -> None:
         if self._rest_is_outside() and not self._is_fresh():
             await self._record_rest()
-            await self._heed_last_epoch()
+        if self._recovery_is_due():
+            await self._recover()
         if self._machine.state.status is Status.FINISHED:
             await self._machine.fire(Kind.BEGIN)
         self._fences.begin()
         self._phases_s.clear()
         self.journal.bind(epoch=self.epoch, version=self.epoch)
         self.journal.write("epoch.begin")
+
+    def _recovery_is_due(self) -> bool:
+        """After a failure, where the caller joins: recovery waits for all to be called again."""
+        state = self._machine.state
+        return (
+            self._caller_joins
+            and state.status in _STOPPED
+            and state.stage is Stage.EPOCH
+            and bool(self.protocol.recover)
+            and not self._fences.gone
+        )
 
     async def _walk(self) -> None:
         """All steps of this stage, up to where the caller takes over."""
@@ -415,7 +427,6 @@ class RankRunner:
         await self._machine.fire(Kind.ARRIVE, wait.fence)
         word = self._fences.joined(call)
         self._fences.use_up((wait,))
-        self._last_over = call
         await self._machine.fire(Kind.PASS, wait.fence, word)
 
     # ------------------------------------------------------------------ the plan
@@ -473,7 +484,7 @@ class RankRunner:
         self.journal.write(
             "epoch.end", level="error", error_type=root.error_type, error=describe(root)
         )
-        recovered = await self._recover()
+        recovered = self._recovery_is_due() or await self._recovered()
         behind = put_back(self.plan, behind) if recovered else behind
         return EpochFailed(
             self.rank,
@@ -487,12 +498,19 @@ class RankRunner:
             poisoned=() if recovered else self._own_groups(),
         )
 
-    async def _recover(self) -> bool:
-        """The declared recovery, behind a fence that every live rank has stopped."""
-        if not self.protocol.recover:
+    async def _recovered(self) -> bool:
+        if not self.protocol.recover or self._caller_joins:
             return False
+        try:
+            await self._recover()
+        except _Halt:
+            return False
+        return True
+
+    async def _recover(self) -> None:
+        """The declared recovery, behind a fence that every live rank has stopped."""
         await self._machine.fire(Kind.RECOVER)
-        self._fences.arrived.clear()
+        self._fences.begin()
         self.journal.write("recover.begin")
         try:
             await self._walk()
@@ -501,8 +519,7 @@ class RankRunner:
             left = fences_left(self.plan, self._index, state)
             await self._fences.fail_all(self.plan, state, halt.cause, left)
             self.journal.write("recover.end", level="error", error=describe(halt.cause))
-            return False
-        return True
+            raise
 
     async def _unexpected(self, error: Exception) -> RootCause:
         """An error of phasesync's own, or of a journal or device: peers hear of it all the same."""
@@ -560,22 +577,27 @@ class RankRunner:
         )
 
     async def _record_rest(self) -> None:
-        """The caller has done the rest of the epoch, or would not be here: record its word."""
-        while (here := next_step(self.plan, self._index, self._machine.state)) is not None:
-            match here:
-                case Act():
-                    await self._act(here)
-                case Wait():
-                    await self._joined(here)
+        """The caller has done the rest of the epoch, or would not be here: record its word.
 
-    async def _heed_last_epoch(self) -> None:
-        """A failure elsewhere in the epoch before is learned here, at its last fence."""
-        if self._last_over is None:
-            return
-        verdict = await self._fences.transport.peek(self._last_over)
-        if isinstance(verdict, Broken):
-            self._fences.heard(verdict)
-            raise _Halt(verdict.cause)
+        A failure elsewhere in the epoch is learned at its last fence, as by everybody.
+        """
+        while (here := next_step(self.plan, self._index, self._machine.state)) is not None:
+            if isinstance(here, Act):
+                await self._act(here)
+                continue
+            last = len(fences_left(self.plan, self._index, self._machine.state)) == 1
+            if last and (broken := await self._broken_at(here)) is not None:
+                self._fences.heard(broken)
+                self._fences.use_up((here,))
+                await self._machine.fire(Kind.ARRIVE, here.fence)
+                await self._machine.fire(Kind.ABORT)
+                return
+            await self._joined(here)
+
+    async def _broken_at(self, wait: Wait) -> Broken | None:
+        call = self._fences.call(self.plan, self._machine.state, wait)
+        verdict = await self._fences.transport.peek(call)
+        return verdict if isinstance(verdict, Broken) else None
 
     def _own_phases(self) -> dict[str, bool]:
         steps = self.plan.programs[self._index] + self.plan.recover[self._index]

@@ -1,0 +1,118 @@
+"""The journal takes what the disk does to it, and says what it lost."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import structlog
+
+from phasesync.core.model import Rank, RoleName
+from phasesync.journal import ERROR_BYTES_MAX, Journal, JournalWarning
+
+WHO = Rank(RoleName("trainer"), 3)
+
+
+def journal(runs: Path, **more: Any) -> Journal:
+    return Journal(runs, run="r1", rank=WHO, ranks=8, device="h/cpu3", host="h", **more)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def test_a_line_is_flat_and_says_who(tmp_path: Path) -> None:
+    with journal(tmp_path, wall=lambda: 1.25, mono_ns=lambda: 42) as log:
+        log.bind(epoch=7)
+        assert log.write("phase.start", phase="offload", ticket=None) == 0
+        assert log.write("phase.fail", level="error", error="no") == 1
+    path = tmp_path / "r1" / "trainer-3.0.jsonl"
+    first, second = read(path)
+    assert first == {
+        "event": "phase.start", "level": "info", "journal": 1,
+        "timestamp": "1970-01-01T00:00:01.250000Z", "mono_ns": 42, "seq": 0, "run": "r1",
+        "role": "trainer", "rank": 3, "incarnation": 0, "host": "h", "pid": os.getpid(),
+        "device": "h/cpu3", "ranks": 8, "epoch": 7, "phase": "offload",
+    }  # fmt: skip
+    assert (second["level"], second["error"], second["seq"]) == ("error", "no", 1)
+
+
+def test_an_error_is_cut_at_2_kib(tmp_path: Path) -> None:
+    with journal(tmp_path) as log:
+        log.write("phase.fail", error="ä" * 5000)
+    (line,) = read(log.path)
+    assert len(line["error"].encode()) <= ERROR_BYTES_MAX
+    assert line["error"].endswith("...")
+
+
+def test_a_folder_that_cannot_be_made_costs_lines_and_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "r1").write_text("a file where the folder should be")
+    log = journal(tmp_path)
+    with pytest.warns(JournalWarning, match="lines are lost and counted"):
+        log.write("phase.start")
+    log.write("phase.end")  # It has warned once.
+    log.close()
+    assert (log.lost, log.seq) == (2, 2)
+
+
+def test_a_full_disk_costs_lines_and_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "r1").mkdir()
+    (tmp_path / "r1" / "trainer-3.0.jsonl").symlink_to("/dev/full")
+    log = journal(tmp_path)
+    with pytest.warns(JournalWarning, match="No space left on device"):
+        log.write("phase.start")
+    log.write("phase.end")
+    log.close()
+    assert (log.lost, log.seq) == (2, 2)
+
+
+def test_a_line_cut_short_does_not_spoil_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = journal(tmp_path)
+    log.write("epoch.begin")
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:20]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", JournalWarning)
+        log.write("phase.start")
+    monkeypatch.undo()
+    log.write("phase.end")
+    log.close()
+    first, torn, last = log.path.read_bytes().splitlines()
+    assert orjson.loads(first)["event"] == "epoch.begin"
+    assert len(torn) == 20
+    assert orjson.loads(last)["seq"] == 2
+    assert log.lost == 1
+
+
+@pytest.mark.parametrize(("fsync", "times"), [("none", 0), ("epoch", 1), ("line", 3)])
+def test_fsync_is_a_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: str, times: int
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(os, "fsync", calls.append)
+    with journal(tmp_path, fsync=fsync) as log:
+        for event in ("epoch.begin", "phase.start", "epoch.end"):
+            log.write(event)
+    assert len(calls) == times
+
+
+def test_the_application_keeps_its_own_structlog(tmp_path: Path) -> None:
+    before = structlog.get_config()
+    with journal(tmp_path) as log:
+        log.write("epoch.begin")
+    assert structlog.get_config() == before
+    assert not structlog.is_configured()
+
+
+def test_a_second_incarnation_has_its_own_file(tmp_path: Path) -> None:
+    for incarnation in (0, 1):
+        with journal(tmp_path, incarnation=incarnation) as log:
+            log.write("rank.start")
+    assert sorted(path.name for path in (tmp_path / "r1").iterdir()) == [
+        "trainer-3.0.jsonl",
+        "trainer-3.1.jsonl",
+    ]
