@@ -1,0 +1,239 @@
+"""What a demo is asked for, and the script that all its processes follow.
+
+Everything a user can get wrong is refused here, in one line, before a process is started.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from phasesync.core.model import Rank
+from phasesync.core.plan import Act, Plan, resolve
+from phasesync.core.protocol import FenceDecl, PhaseDecl, Protocol, StepDecl
+from phasesync.demo.budget import MIB
+from phasesync.demo.ending import Ending
+from phasesync.errors import PlanError
+from phasesync.spec import load
+
+__all__ = (
+    "BACKENDS",
+    "Backend",
+    "DemoSettings",
+    "Kill",
+    "Script",
+    "Sizes",
+    "backend_of",
+    "script_of",
+    "without_wait",
+)
+
+#: Where each backend lives: it is imported when chosen, because torch takes seconds.
+BACKENDS = {
+    "inprocess": "phasesync.demo.inprocess",
+    "torch": "phasesync.demo.processes",
+}
+RANKS_MAX = 16
+EPOCHS_MAX = 100
+FENCE = "memory_released"
+SLOW_PHASE = "offload"
+SLOW_S = 1.5
+SLOW_UNFENCED_S = 4.0  # Never slept to its end: the refusal comes first.
+KILL_EPOCH = 2  # The first epoch shows what a good one looks like.
+ENGINE_PHASES = ("resume_weights", "load", "resume_kv", "serve", "rollout", "sleep")
+
+
+class Sizes(NamedTuple):
+    """Bytes of each thing on one device: KV fits once parameters and buffers are gone."""
+
+    capacity: int
+    params: int = 24 * MIB
+    cache: int = 32 * MIB
+    weights: int = 12 * MIB
+    kv: int = 44 * MIB
+
+
+#: In `basic` the engine keeps its weights, so that a device needs more room.
+SIZES = {"colocated": Sizes(64 * MIB), "basic": Sizes(72 * MIB)}
+RESIDENT = {"basic": ("rollout_weights",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    """What a user asks for; ranks are written `[ROLE/]NUMBER`, a trainer by default."""
+
+    protocol: str = "colocated"
+    ranks: int = 4
+    backend: str = "torch"
+    break_fence: bool = False
+    slow: str | None = None
+    kill: str | None = None
+    seed: int = 0
+    epochs: int = 3
+    runs: Path | None = None
+
+
+class Kill(NamedTuple):
+    """Who is killed, in which phase of which epoch."""
+
+    rank: Rank
+    phase: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A demo with everything settled; it goes to every process."""
+
+    protocol: Protocol
+    plan: Plan
+    sizes: Sizes
+    devices: tuple[str, ...]
+    run: str
+    runs: Path
+    backend: str
+    seed: int
+    epochs: int
+    broken: bool
+    slow: Rank | None
+    slow_s: float
+    kill: Kill | None
+
+    @property
+    def folder(self) -> Path:
+        """Where the journals are."""
+        return self.runs / self.run
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """What an engine has mapped from its start to its end, outside the protocol."""
+        return RESIDENT.get(self.protocol.name, ())
+
+    @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica, by number."""
+        return next(parts for name, parts in self.plan.groups if name == "replica")
+
+    def replica_of(self, rank: Rank) -> int:
+        return next(at for at, part in enumerate(self.replicas) if rank.number in part)
+
+
+Backend: TypeAlias = Callable[[Script, Any], Ending]
+"""Plays a script, and shows it on a View."""
+
+
+def script_of(settings: DemoSettings, *, run: str, runs: Path, host: str) -> Script:
+    """The script of a demo.
+
+    Raises:
+        PlanError: a setting is wrong; the message says what would be right.
+    """
+    _choice("backend", settings.backend, BACKENDS)
+    _choice("protocol", settings.protocol, SIZES)
+    _range("ranks", settings.ranks, 1, RANKS_MAX)
+    _range("epochs", settings.epochs, 1, EPOCHS_MAX)
+    protocol = load(settings.protocol)
+    if settings.break_fence:
+        protocol = without_wait(protocol, FENCE)
+    plan = resolve(protocol, settings.ranks)
+    slow = settings.slow or ("1" if settings.break_fence else None)
+    kill = None if settings.kill is None else _kill(settings, plan)
+    return Script(
+        protocol=protocol,
+        plan=plan,
+        sizes=SIZES[settings.protocol],
+        devices=tuple(f"{host}/cpu{number}" for number in range(settings.ranks)),
+        run=run,
+        runs=runs,
+        backend=settings.backend,
+        seed=settings.seed,
+        epochs=settings.epochs,
+        broken=settings.break_fence,
+        slow=None if slow is None else _rank("slow", slow, plan),
+        slow_s=SLOW_UNFENCED_S if settings.break_fence else SLOW_S,
+        kill=kill,
+    )
+
+
+def without_wait(protocol: Protocol, fence: str) -> Protocol:
+    """The protocol with the wait of a fence gone and its preconditions kept.
+
+    What the fence had synchronised each rank now synchronises alone: releases since the fence
+    before are over when their phase ends.
+    """
+    at = next(
+        number
+        for number, step in enumerate(protocol.steps)
+        if isinstance(step, FenceDecl) and step.name == fence
+    )
+    before = [n for n, step in enumerate(protocol.steps[:at]) if isinstance(step, FenceDecl)]
+    first = before[-1] + 1 if before else 0
+
+    def alone(number: int, step: StepDecl) -> StepDecl:
+        if isinstance(step, PhaseDecl) and first <= number < at:
+            return replace(step, enqueued=False)
+        return step
+
+    steps = [alone(number, step) for number, step in enumerate(protocol.steps) if number != at]
+    return replace(protocol, steps=tuple(steps))
+
+
+def backend_of(name: str) -> Backend:
+    """The `play` of a backend.
+
+    Raises:
+        PlanError: what it needs is not installed.
+    """
+    try:
+        module = import_module(BACKENDS[name])
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise PlanError(f"backend {name!r} needs: pip install 'phasesync[torch]'") from error
+    play: Backend = module.play
+    return play
+
+
+def _choice(what: str, value: str, known: "dict[str, str] | dict[str, Sizes]") -> None:
+    if value not in known:
+        raise PlanError(f"the demo has no {what} {value!r}; it has: {', '.join(sorted(known))}")
+
+
+def _range(what: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise PlanError(f"{what} is {value}; the demo takes {least} to {most}")
+
+
+def _rank(option: str, text: str, plan: Plan) -> Rank:
+    """The trainer or engine that `text` names."""
+    known = (*plan.members, *plan.engines)
+    try:
+        rank = Rank.parse(text, role=plan.members[0].role)
+    except ValueError as error:
+        raise PlanError(f"--{option}: {error}") from None
+    if rank not in known:
+        raise PlanError(f"--{option}: there is no {rank}; there are: {', '.join(map(str, known))}")
+    return rank
+
+
+def _kill(settings: DemoSettings, plan: Plan) -> Kill:
+    assert settings.kill is not None
+    if settings.backend == "inprocess":
+        raise PlanError("--kill needs a process to kill; use it with --backend torch")
+    text, at, phase = settings.kill.rpartition("@")
+    if not at:
+        raise PlanError(f"--kill {settings.kill!r} names no phase; write RANK@PHASE: 3@offload")
+    rank = _rank("kill", text, plan)
+    does = _phases(plan, rank)
+    if phase not in does:
+        raise PlanError(f"--kill: {rank} is never in phase {phase!r}; it does: {', '.join(does)}")
+    return Kill(rank, phase, min(KILL_EPOCH, settings.epochs))
+
+
+def _phases(plan: Plan, rank: Rank) -> list[str]:
+    """The phases in which `rank` has something to do; an engine does what its leader asks."""
+    if rank in plan.engines:
+        own = {step.phase for step in plan.programs[0] if isinstance(step, Act)}
+        return [phase for phase in ENGINE_PHASES if phase in own]
+    return [step.phase for step in plan.programs[plan.index(rank)] if isinstance(step, Act)]
