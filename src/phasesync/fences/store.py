@@ -537,6 +537,10 @@ class StoreFences:
     async def report_lost(self, cause: RootCause, *, incarnation: int) -> None:
         await _report(self._lines, self._space, cause, incarnation)
 
+    async def hop(self) -> None:
+        """To a line and back without touching the store: what the threads alone cost."""
+        await self._lines.submit(_nothing())
+
     async def close(self) -> None:
         if self._lines.lost is None and self._scopes:
             used = {name: _scope_ends(scope) for name, scope in self._scopes.items()}
