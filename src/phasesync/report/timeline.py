@@ -28,10 +28,10 @@ Line: TypeAlias = Mapping[str, Any]
 ROWS_MAX = 8  # Ranks and devices beyond are counted, not drawn.
 LABEL = 11
 PLAN = "plan"
-WAIT, FAILED, DEAD = "·", "✗", "†"
+WAIT, FAILED, CUT, DEAD = "·", "✗", "×", "†"
 BARS = " ▁▂▃▄▅▆▇█"
 ASCII = str.maketrans(
-    {WAIT: ".", FAILED: "X", DEAD: "#", **dict(zip(BARS, " .:-=+*%@", strict=True))}
+    {WAIT: ".", FAILED: "X", CUT: "x", DEAD: "#", **dict(zip(BARS, " .:-=+*%@", strict=True))}
 )
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green",
            "bright_yellow", "bright_magenta", "bright_blue")  # fmt: skip
@@ -130,7 +130,7 @@ def _lane(rank: str, own: Sequence[Line], clock: _Clock) -> Lane:
             lane.blocks.append(Block(opened[0], at, opened[1], opened[2]))
             opened = None
         if event == "phase.fail":
-            lane.marks.append((at, FAILED))
+            lane.marks.append((at, CUT if line.get("error_type") == "Cancelled" else FAILED))
     if own[-1]["event"] != "rank.exit":
         at = clock(own[-1])
         lane.marks.append((at, DEAD))
@@ -179,7 +179,7 @@ def lanes_of(run: Run, *, width: int = 80) -> list[Text]:
                 row.append(WAIT, style="dim")
             else:
                 row.append(letters.get(block.name, "?"), style=f"reverse {colour[block.name]}")
-        rows.append(_marked(run, lane, row, room))
+        rows.append(_marked(run, lane.marks, row, room))
     if len(run.lanes) > ROWS_MAX:
         rows.append(Text(f"... and {len(run.lanes) - ROWS_MAX} more ranks", style="dim"))
     return rows
@@ -190,14 +190,16 @@ def legend(run: Run, *, width: int = 80) -> list[Text]:
     parts = [f"{letter} {phase}" for phase, letter in symbols(run.phases).items()]
     parts.append(f"{WAIT} waits")
     marks = {mark for lane in run.lanes for _, mark in lane.marks}
-    parts += [f"{FAILED} fails"] if FAILED in marks else []
-    parts += [f"{DEAD} dies"] if DEAD in marks else []
+    parts += [f"{mark} {word}" for mark, word in _MARKS.items() if mark in marks]
     rows = [""]
     for part in parts:
         if len(rows[-1]) + len(part) + 2 > width and rows[-1]:
             rows.append("")
         rows[-1] += part if not rows[-1] else f"  {part}"
     return [Text(row, style="dim") for row in rows]
+
+
+_MARKS = {FAILED: "fails", CUT: "cut off", DEAD: "dies"}
 
 
 def _ruler(run: Run, room: int) -> Text:
@@ -230,9 +232,9 @@ def _cells(run: Run, lane: Lane, room: int) -> list[Block | None]:
     return [held[2] if held else None for held in best]
 
 
-def _marked(run: Run, lane: Lane, row: Text, room: int) -> Text:
+def _marked(run: Run, marks: Iterable[tuple[float, str]], row: Text, room: int) -> Text:
     plain = list(row.plain)
-    for at, mark in lane.marks:
+    for at, mark in marks:
         column = LABEL + run.column(at, room)
         plain[column] = mark
         row.stylize("bold red not reverse", column, column + 1)
@@ -249,10 +251,14 @@ def memory_of(run: Run, *, width: int = 80) -> list[Text]:
     clock = _Clock(run.lines)
     samples: dict[str, list[tuple[float, int]]] = {}
     capacity: dict[str, int] = {}
+    refused: dict[str, list[tuple[float, str]]] = {}
     for line in sorted(run.lines, key=clock):
         for device, free in _figures(line):
             samples.setdefault(device, []).append((clock(line), free))
             capacity[device] = max(capacity.get(device, 0), free)
+        if isinstance(line.get("refused"), Mapping):
+            device = str(line["refused"].get("device"))
+            refused.setdefault(device, []).append((clock(line), FAILED))
         if "capacity_bytes" in line:
             device = str(line.get("device"))
             capacity[device] = max(capacity.get(device, 0), int(line["capacity_bytes"]))
@@ -261,7 +267,8 @@ def memory_of(run: Run, *, width: int = 80) -> list[Text]:
         if device in samples and capacity[device]:
             label = device.rpartition("/")[2].ljust(LABEL)[:LABEL]
             bars = _bars(run, samples[device], capacity[device], room)
-            rows.append(Text(label).append(bars, style="green"))
+            row = Text(label).append(bars, style="green")
+            rows.append(_marked(run, refused.get(device, ()), row, room))
     return rows
 
 
@@ -295,28 +302,78 @@ def _bars(run: Run, samples: Sequence[tuple[float, int]], capacity: int, room: i
 # ---------------------------------------------------------------------------------- waits
 
 
+class _Fence(NamedTuple):
+    """One fence instance: when the first came, and when and who came last or never."""
+
+    name: str
+    first_s: float
+    last_s: float
+    last: str
+
+
 def waited_for(run: Run) -> list[Waited]:
-    """Whom others waited for, longest first: the last to come to each fence, or who never did."""
+    """Whom others waited for, longest first.
+
+    It is the last to come to a fence, or who never came; but who itself waits elsewhere passes
+    that on. Waits for one rank at several fences at the same time count once.
+    """
+    fences = _fences(run)
+    at = {
+        (name, lane.rank, round(block.began_s, 6)): fence
+        for name, fence, arrived in fences
+        for lane in run.lanes
+        for block in lane.blocks
+        if block.waiting and block.name == name and (lane.rank, round(block.began_s, 6)) in arrived
+    }
+    lanes = {lane.rank: lane for lane in run.lanes}
+    blamed: dict[str, list[tuple[float, float, str]]] = {}
+
+    def blame(rank: str, since: float, until: float, fence: str, depth: int = 0) -> None:
+        free = since
+        for block in lanes[rank].blocks if rank in lanes else ():
+            began, ended = max(block.began_s, free), min(block.ended_s, until)
+            other = at.get((block.name, rank, round(block.began_s, 6)))
+            if not block.waiting or ended <= began or other is None or depth > len(lanes):
+                continue
+            if other.last != rank:
+                blamed.setdefault(rank, []).append((free, began, fence))
+                blame(other.last, began, ended, other.name, depth + 1)
+                free = ended
+        blamed.setdefault(rank, []).append((free, until, fence))
+
+    for _, fence, _ in fences:
+        blame(fence.last, fence.first_s, fence.last_s, fence.name)
+    found = [_waited(rank, spans) for rank, spans in blamed.items()]
+    return sorted(found, key=lambda waited: -waited.total_s)
+
+
+def _waited(rank: str, spans: list[tuple[float, float, str]]) -> Waited:
+    total, reached = 0.0, 0.0
+    for began, ended, _ in sorted(spans):
+        total += max(ended - max(began, reached), 0.0)
+        reached = max(reached, ended)
+    began, ended, fence = max(spans, key=lambda span: span[1] - span[0])
+    return Waited(rank, total, fence, ended - began)
+
+
+def _fences(run: Run) -> list[tuple[str, _Fence, frozenset[tuple[str, float]]]]:
+    """All fence instances that somebody came to, with who came when."""
     clock = _Clock(run.lines)
-    came: dict[tuple[str, int, int], list[tuple[float, str]]] = {}
-    names: dict[tuple[str, int, int], str] = {}
-    absent: dict[tuple[str, int, int], tuple[float, str]] = {}
+    came: dict[tuple[str, ...], list[tuple[float, str]]] = {}
+    names: dict[tuple[str, ...], str] = {}
+    absent: dict[tuple[str, ...], tuple[float, str]] = {}
     for line in run.lines:
         if line.get("fence") in (None, PLAN):
             continue
-        key = (str(line["scope"]), int(line["generation"]), int(line.get("attempt", 0)))
+        key = (str(line["scope"]), str(line["generation"]), str(line.get("attempt", 0)))
         names[key] = str(line["fence"])
         if line["event"] == "fence.arrive" and line.get("status") == "ok":
             came.setdefault(key, []).append((clock(line), f"{line['role']}/{line['rank']}"))
         elif line["event"] == "fence.break" and line.get("missing"):
             absent.setdefault(key, (clock(line), str(line["missing"][0])))
-    totals: dict[str, list[tuple[float, str]]] = {}
+    found = []
     for key, arrivals in came.items():
-        first = min(arrivals)[0]
         until, last = absent.get(key, max(arrivals))
-        totals.setdefault(last, []).append((until - first, names[key]))
-    found = [
-        Waited(rank, sum(wait for wait, _ in waits), max(waits)[1], max(waits)[0])
-        for rank, waits in totals.items()
-    ]
-    return sorted(found, key=lambda waited: -waited.total_s)
+        arrived = frozenset((rank, round(at, 6)) for at, rank in arrivals)
+        found.append((names[key], _Fence(names[key], min(arrivals)[0], until, last), arrived))
+    return found
