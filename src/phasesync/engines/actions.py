@@ -66,7 +66,7 @@ def engine_actions(
         await port.raise_floor(_after(turn))
 
     async def mend(turn: Any) -> None:
-        await reclaim(port, turn, tags=tags)
+        await reclaim(port, turn, tags=tags, in_flight=in_flight)
 
     return {
         "resume_weights": resume_weights,
@@ -79,7 +79,9 @@ def engine_actions(
     }
 
 
-async def reclaim(port: EnginePort, turn: Any, *, tags: tuple[Tag, ...]) -> None:
+async def reclaim(
+    port: EnginePort, turn: Any, *, tags: tuple[Tag, ...], in_flight: InFlight = "abort"
+) -> None:
     """Put the engine back to where an epoch begins, all of `tags` released, or say that it cannot.
 
     Raises:
@@ -90,7 +92,7 @@ async def reclaim(port: EnginePort, turn: Any, *, tags: tuple[Tag, ...]) -> None
         raise EngineError(
             f"the engine cannot be reclaimed, it is {status.health}: {status.because}; replace it"
         )
-    await port.pause("abort")
+    await port.pause(in_flight)
     if status.session is not None:
         await port.abandon()
     if held := _held(status, tags):

@@ -114,7 +114,14 @@ class Http:
     A lost connection or a time-out raises `EngineLost`: whether the work was done is unknown.
     """
 
-    def __init__(self, url: str, *, timeout_s: float, headers: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] = {},
+        sign: Callable[[bytes], Mapping[str, str]] | None = None,
+    ) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise EngineError(f"{url!r} is no server; write http://HOST:PORT")
@@ -122,6 +129,7 @@ class Http:
         self._parts = parts
         self._timeout_s = timeout_s
         self._headers = dict(headers)
+        self._sign = sign
         self._thread = CallThread(f"phasesync-http-{parts.netloc}")
 
     async def call(
@@ -144,6 +152,7 @@ class Http:
         sent = {**self._headers, **headers}
         if content is not None:
             sent["Content-Type"] = "application/json"
+            sent |= self._sign(content) if self._sign is not None else {}
         within = self._timeout_s if timeout_s is None else timeout_s
         try:
             return await self._thread.run(lambda: self._ask(method, asked, content, sent, within))

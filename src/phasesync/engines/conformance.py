@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 
 from phasesync.core.model import Epoch, FenceKey, FenceName, Opened, Ticket, Version
-from phasesync.engines.base import KV_CACHE, WEIGHTS, EnginePort, Floor
+from phasesync.engines.base import KV_CACHE, WEIGHTS, EnginePort, Floor, InFlight
 from phasesync.engines.tickets import TicketRules, VerdictTable
 from phasesync.errors import EngineRefused
 
@@ -36,12 +36,14 @@ class _Fences:
         return ticket
 
 
-async def check_engine_port(make: Rig, buckets: Callable[[int], Any]) -> None:
+async def check_engine_port(
+    make: Rig, buckets: Callable[[int], Any], *, in_flight: InFlight = "abort"
+) -> None:
     """Drive the port that `make` builds through refusals and two epochs.
 
     `make` is given the rules that the port must hold, and returns a port over a fresh, serving
     engine of version 0 with the tags `weights` and `kv_cache`; `buckets(version)` gives one bucket
-    that makes up that version.
+    that makes up that version. `in_flight` is a policy that the engine knows.
 
     Raises:
         AssertionError: a promise is broken; the message says which.
@@ -51,8 +53,8 @@ async def check_engine_port(make: Rig, buckets: Callable[[int], Any]) -> None:
     port = await make(rules)
     try:
         await _refuses_while_serving(port)
-        old = await _epoch(port, fences, 0, buckets)
-        await _epoch(port, fences, 1, buckets, late=old)
+        old = await _epoch(port, fences, 0, buckets, in_flight)
+        await _epoch(port, fences, 1, buckets, in_flight, late=old)
     finally:
         await port.close()
 
@@ -89,11 +91,12 @@ async def _epoch(
     fences: _Fences,
     epoch: int,
     buckets: Callable[[int], Any],
+    in_flight: InFlight,
     *,
     late: Ticket | None = None,
 ) -> Ticket:
     version = Version(epoch + 1)
-    await port.pause("abort")
+    await port.pause(in_flight)
     await _refused(port, "an empty release", port.release(()), "name the tags")
     await port.release((WEIGHTS, KV_CACHE))
     assert (await port.status()).asleep == {WEIGHTS, KV_CACHE}
