@@ -7,6 +7,7 @@ or breaks some. Whether that fence opens is for the product of all blocks to say
 from collections.abc import Callable
 from typing import NamedTuple
 
+from phasesync.checker.apart import Apart
 from phasesync.checker.tables import BlockState, Move, Row, Tables, _Go
 from phasesync.core.kernel import Faults, Kind, Stage, Status
 
@@ -31,30 +32,98 @@ class Summary(NamedTuple):
     gone: bool
     leads: bool
     stuck: bool
+    private: bool
+    resting: bool
+    heeds: int
 
 
 _BUSY = frozenset((Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
 _STUCK = frozenset((Status.READY, Status.WAITING))
 
 
+def _steady(row: Row, decided: int, opened_world: int, epochs: int) -> bool:
+    """Whether what this rank may do next is fixed, whatever else happens."""
+    state = row.state
+    if state.stage is not Stage.EPOCH:
+        return False
+    match row.status:
+        case Status.ACTING:
+            return True
+        case Status.WAITING:
+            return bool(row.bit & decided or row.bit_world & opened_world)
+        case Status.FINISHED:
+            return state.epoch < epochs
+        case _:
+            return False
+
+
+def _resting(row: Row, epochs: int) -> bool:
+    """Whether the rank waits, recovered, for every dead one to be replaced."""
+    state = row.state
+    rests = row.status is Status.FINISHED and state.stage is Stage.RECOVER
+    return rests and state.epoch < epochs
+
+
+def _private(row: Row) -> bool:
+    """Whether nothing that other blocks do changes what this rank may do next.
+
+    Its next fence is its own block's, or it hears of a break only once it gets there; it takes no
+    part in a recovery, and is not dead with a notice that others have yet to see. What it does
+    commutes with all that others do: it can break only fences that cannot open without it, and a
+    fault elsewhere takes away its own faults alone, never its ordinary step.
+    """
+    state = row.state
+    if state.stage is not Stage.EPOCH:
+        return False
+    match row.status:
+        case Status.ACTING | Status.HUNG:
+            return True
+        case Status.READY:
+            return not row.first_world or (row.act is not None and not row.hears)
+        case Status.WAITING:
+            return not row.first_world
+        case Status.FINISHED:
+            return True
+        case _:
+            return False
+
+
 class Moves:
-    """The moves of a block under `tables`; `symmetry` sorts siblings, `whole` skips the pause
-    between one step of a rank and its next."""
+    """The moves of a block under `tables`.
+
+    `symmetry` sorts siblings; `whole` skips the pause between one step of a rank and its next;
+    `others` says that each scope of the block has members who are not tracked: their arrival is
+    one move of its own, and so is their failure.
+    """
 
     def __init__(
-        self, tables: Tables, faults: Faults, epochs: int, *, symmetry: bool, whole: bool
+        self,
+        tables: Tables,
+        faults: Faults,
+        epochs: int,
+        *,
+        symmetry: bool,
+        whole: bool,
+        others: bool = False,
+        endless: bool = False,
     ) -> None:
         self.tables = tables
         self.faults = faults
         self.epochs = epochs
         self.whole = whole
+        self.others = others
+        self.endless = endless
         self.classes = tables.classes
         groups: dict[int, list[int]] = {}
         for slot, number in enumerate(tables.classes):
             groups.setdefault(number, []).append(slot)
         self.groups = tuple(tuple(g) for g in groups.values() if len(g) > 1) if symmetry else ()
-        self._memo: dict[tuple[BlockState, Around], tuple[Move, ...]] = {}
-        self._summaries: dict[BlockState, Summary] = {}
+        self._memo: dict[tuple[int, Around], tuple[Move, ...]] = {}
+        self._alone: dict[tuple[int, Around], tuple[Move, ...]] = {}
+        self.apart = Apart(tables, epochs)
+        self._numbers: dict[BlockState, int] = {}
+        self.blocks: list[BlockState] = []
+        self.summaries: list[Summary] = []
 
     def canonical(self, units: list[int]) -> list[int]:
         """Siblings in the order of their units."""
@@ -63,30 +132,70 @@ class Moves:
                 units[slot] = unit
         return units
 
-    def summary(self, block: BlockState) -> Summary:
-        found = self._summaries.get(block)
+    def number(self, block: BlockState) -> int:
+        """A block as one number, by which `blocks` and `summaries` are read."""
+        found = self._numbers.get(block)
         if found is None:
-            rows = [self.tables.row(slot, unit) for slot, unit in enumerate(block[2:])]
-            awaits, arrived = 0, -1
-            for row in rows:
-                awaits |= row.facts.awaits_world
-                arrived &= row.facts.arrived_world
-            found = self._summaries[block] = Summary(
-                awaits,
-                arrived,
-                any(row.facts.gone for row in rows),
-                any(row.facts.leads for row in rows),
-                any(row.status in _STUCK for row in rows),
-            )
+            found = self._numbers[block] = len(self.blocks)
+            self.blocks.append(block)
+            self.summaries.append(self._summary(block))
         return found
 
-    def of(self, block: BlockState, around: Around) -> tuple[Move, ...]:
+    def _summary(self, block: BlockState) -> Summary:
+        rows = [self.tables.row(slot, unit) for slot, unit in enumerate(block[2:])]
+        awaits, heeds, arrived = 0, 0, -1
+        for row in rows:
+            awaits |= row.facts.awaits_world
+            heeds |= row.first_world if row.hears else 0
+            arrived &= row.facts.arrived_world
+        return Summary(
+            awaits,
+            arrived,
+            any(row.facts.gone for row in rows),
+            any(row.facts.leads for row in rows),
+            any(row.status in _STUCK for row in rows),
+            all(_private(row) for row in rows),
+            any(_resting(row, self.epochs) for row in rows),
+            heeds,
+        )
+
+    def of(self, number: int, around: Around) -> tuple[Move, ...]:
         """All moves of the block, faults last."""
-        key = (block, around)
+        key = (number, around)
         found = self._memo.get(key)
         if found is None:
-            found = self._memo[key] = tuple(self._of(block, around))
+            found = self._memo[key] = tuple(self._of(self.blocks[number], around))
         return found
+
+    def alone(self, number: int, around: Around) -> tuple[Move, ...]:
+        """The moves of one rank that may go first, whatever anybody else does; else none."""
+        key = (number, around)
+        found = self._alone.get(key)
+        if found is None:
+            found = self._alone[key] = self._first(self.blocks[number], around)
+        return found
+
+    def _first(self, block: BlockState, around: Around) -> tuple[Move, ...]:
+        units = block[2:]
+        rows = [self.tables.row(slot, unit) for slot, unit in enumerate(units)]
+        for slot, row in enumerate(rows):
+            if not _steady(row, block[0] | block[1], around.open, self.epochs):
+                continue
+            if all(self.apart.ask(slot, units[slot], at, units[at]) for at in self._but(slot)):
+                draft = _Draft(self, block[0], block[1], units, rows, around)
+                self._rank(draft, slot, row)
+                if draft.found:
+                    return tuple(draft.found)
+        return ()
+
+    def _but(self, slot: int) -> list[int]:
+        return [at for at in range(len(self.classes)) if at != slot]
+
+    def _rank(self, draft: "_Draft", slot: int, row: Row) -> None:
+        if (handler := _HANDLERS.get(row.status)) is not None:
+            handler(draft, slot, row)
+        if draft.around.may_fault and self.faults.crash and (go := row.go.get(Kind.CRASH)):
+            draft.move(Kind.CRASH, slot, "", go, faults=1)
 
     def _of(self, block: BlockState, around: Around) -> list[Move]:
         units = block[2:]
@@ -99,10 +208,9 @@ class Moves:
                 if same in seen:
                     continue
                 seen.add(same)
-            if (handler := _HANDLERS.get(row.status)) is not None:
-                handler(draft, slot, row)
-            if around.may_fault and self.faults.crash and (go := row.go.get(Kind.CRASH)):
-                draft.move(Kind.CRASH, slot, "", go, faults=1)
+            self._rank(draft, slot, row)
+        if self.others:
+            draft.others()
         return draft.found
 
 
@@ -157,9 +265,22 @@ class _Draft:
         awaits = 0
         for at, unit in enumerate(units):
             awaits |= self.tables.row(at, unit).facts.awaits
+        earlier = kind is Kind.BEGIN and self.moves.endless and self._all_later(units)
+        opened, broken = opened & awaits, broken & awaits
+        if earlier:
+            units = [self.tables.earlier[unit] for unit in units]
+            opened, broken = self.tables.own.earlier(opened), self.tables.own.earlier(broken)
         self.moves.canonical(units)
-        block = (opened & awaits, broken & awaits, *units)
-        self.found.append(Move(kind, slot, name, block, arrives, breaks_world, faults, bad))
+        block = self.moves.number((opened, broken, *units))
+        if self.moves.endless:
+            faults = 0
+        self.found.append(
+            Move(kind, slot, name, block, arrives, breaks_world, faults, bad, earlier)
+        )
+
+    def _all_later(self, units: list[int]) -> bool:
+        rows = (self.tables.row(at, unit) for at, unit in enumerate(units))
+        return all(row.state.epoch > 1 for row in rows if row.facts.awaits_world or row.facts.gone)
 
     def _on(
         self, slot: int, units: list[int], opened: int, broken: int, arrives: int
@@ -203,7 +324,32 @@ class _Draft:
         recovers = row.state.stage is Stage.RECOVER and not row.stopping
         if recovers and any(fact.leads for fact in facts):
             return 0, bit
+        if self.moves.others:
+            return 0, 0
         return (bit, 0) if all(fact.arrived & bit for fact in facts) else (0, 0)
+
+    def others(self) -> None:
+        """The untracked members of the block's scopes: all have arrived, or one has failed.
+
+        They come last, once every tracked member is in; and only the next fence of a scope can
+        break by them, since nobody gets to a later one without passing it.
+        """
+        awaits = 0
+        for row in self.rows:
+            awaits |= row.facts.awaits
+        shut = awaits & ~(self.opened | self.broken)
+        bits = self.tables.own
+        heeded = 0
+        for row in self.rows:
+            heeded |= row.first if row.hears else 0
+        for bit in bits.lowest(shut & heeded, self.broken):
+            _, _, scope, name = bits.key(bit)
+            assert isinstance(scope, frozenset)
+            members = [self.rows[at].facts for at in scope]
+            led = bits.key(bit)[1] is Stage.RECOVER and any(facts.leads for facts in members)
+            if not led and all(facts.arrived & bit for facts in members):
+                self.move(Kind.ARRIVE, 0, f"others at {name}", None, opens=bit)
+            self.move(Kind.DEADLINE, 0, f"others at {name}", None, breaks=bit)
 
     def opens_now(self, row: Row) -> bool:
         return bool(row.bit & self.opened or row.bit_world & self.around.open)
@@ -248,7 +394,8 @@ def _acting(draft: _Draft, slot: int, row: Row) -> None:
     lost = any(memo[draft.units[at]] for at, memo in end.wants)
     if not lost:
         draft.move(Kind.END, slot, name, end)
-    if lost or (draft.around.may_fault and faults.fail and not row.act.outside):
+    may_fail = not row.act.outside or draft.moves.endless
+    if lost or (draft.around.may_fault and faults.fail and may_fail):
         draft.move(
             Kind.FAIL,
             slot,

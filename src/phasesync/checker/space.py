@@ -2,31 +2,36 @@
 
 A state is (world fences open, broken, faults so far, blocks). Blocks of one shape are sorted, and
 siblings within a block, so that what differs only by a renaming of ranks is one state (`symmetry`).
-Where nothing can fail, one block that can move is explored alone (`reduction`): whatever the
-others do commutes with it, for blocks share fences only, arrivals commute, and open stays open.
+A block whose next moves nobody else can change is explored alone (`reduction`): whatever the
+others do commutes with it, for blocks share fences only and what is decided of one stays.
 """
 
 from typing import NamedTuple, TypeAlias
 
 from phasesync.checker.blocks import Block, blocks, shape
 from phasesync.checker.moves import Around, Moves, Summary
-from phasesync.checker.tables import Bits, BlockState, Move, Tables
+from phasesync.checker.tables import Bits, Move, Tables
 from phasesync.core.kernel import Faults, Kind, Stage, System, Verdict, initial
 from phasesync.core.plan import STOPPED, Plan
 
-__all__ = ("Space", "State", "Step")
+__all__ = ("NO_OTHERS", "Others", "Space", "State", "Step")
 
-State: TypeAlias = tuple[int, int, int, tuple[BlockState, ...]]
+State: TypeAlias = tuple[int, ...]
+#: What happened, its name, the state after it, whether it broke a rule, whether it is a fault.
+Step: TypeAlias = tuple[Kind, str, State, bool, bool]
 
 
-class Step(NamedTuple):
-    """One step of the product."""
+class Others(NamedTuple):
+    """Who else there is, beside the tracked ranks: in the world, in the block's own scopes.
 
-    kind: Kind
-    name: str
-    state: "State"
-    bad: bool
-    faulty: bool
+    Where there are any, faults are without end: each is one more rank's, or one more epoch's.
+    """
+
+    world: bool = False
+    own: bool = False
+
+
+NO_OTHERS = Others()
 
 
 class Space:
@@ -41,13 +46,19 @@ class Space:
         symmetry: bool = True,
         reduction: bool = True,
         whole: bool = False,
+        others: Others = NO_OTHERS,
+        only: int | None = None,
     ) -> None:
         self.plan = plan
         self.faults = faults
         self.epochs = epochs
-        self.calm = reduction and faults.most == 0
+        self.reduction = reduction
+        self.symmetry = symmetry
         self.world = Bits()
-        self.blocks = blocks(plan)
+        found = blocks(plan)
+        self.blocks = found if only is None else (found[only],)
+        self.others = others
+        self.calm = reduction and not (faults.most or faults.deadlines or others.world)
         kinds: dict[object, int] = {}
         self.kind = tuple(kinds.setdefault(shape(plan, b.slots), len(kinds)) for b in self.blocks)
         self.moves = tuple(
@@ -57,9 +68,12 @@ class Space:
                 epochs,
                 symmetry=symmetry,
                 whole=whole,
+                others=others.own,
+                endless=others.world,
             )
             for number in range(len(kinds))
         )
+        self.of = tuple(self.moves[number] for number in self.kind)
         alike: dict[int, list[int]] = {}
         for at, number in enumerate(self.kind):
             alike.setdefault(number, []).append(at)
@@ -70,35 +84,58 @@ class Space:
 
     # -------------------------------------------------------------------------- successors
 
-    def summary(self, at: int, block: BlockState) -> Summary:
-        return self.moves[self.kind[at]].summary(block)
-
     def successors(self, state: State) -> list[Step]:
         """Every step from a state, in the order of blocks."""
-        opened, broken, faults, parts = state
-        found: list[Step] = []
-        sums = [self.summary(at, part) for at, part in enumerate(parts)]
-        awaited = 0
+        opened, broken, faults, *parts = state
+        sums = [moves.summaries[part] for moves, part in zip(self.of, parts, strict=True)]
+        awaited, all_live = 0, True
         for each in sums:
             awaited |= each.awaits
-        may_fault = faults < self.faults.most
-        all_live = not any(each.gone for each in sums)
-        around = Around(opened, broken, awaited, may_fault, all_live)
-        seen: set[tuple[int, object]] = set()
+            all_live = all_live and not each.gone
+        around = Around(opened, broken, awaited, faults < self.faults.most, all_live)
+        if self.reduction and not any(each.resting for each in sums):
+            for at, part in enumerate(parts):
+                if moves := self.of[at].alone(part, around):
+                    return [self._step(parts, sums, around, faults, at, move) for move in moves]
+            for at, each in enumerate(sums):
+                if self._private(each) and (moves := self.of[at].of(parts[at], around)):
+                    return [self._step(parts, sums, around, faults, at, move) for move in moves]
+        found: list[Step] = []
+        seen: set[tuple[int, int]] = set()
         for at, part in enumerate(parts):
-            if self.alike:
-                if (self.kind[at], part) in seen:
-                    continue
+            if (self.kind[at], part) in seen:
+                continue
+            if self.symmetry:
                 seen.add((self.kind[at], part))
-            for move in self.moves[self.kind[at]].of(part, around):
+            for move in self.of[at].of(part, around):
                 found.append(self._step(parts, sums, around, faults, at, move))
-            if self.calm and found:
-                break
+        if self.others.world:
+            found += self._others(state, sums, around)
         return found
+
+    def _others(self, state: State, sums: list[Summary], around: Around) -> list[Step]:
+        """What the untracked ranks of the world do: arrive last, or fail."""
+        opened, broken, faults, *parts = state
+        found: list[Step] = []
+        heeded = 0
+        for each in sums:
+            heeded |= each.heeds
+        for bit in self.world.lowest(heeded & around.awaited & ~(opened | broken), broken):
+            name = f"others at {self.world.key(bit)[3]}"
+            led = self._led(bit) and any(each.leads for each in sums)
+            if not led and all(each.arrived & bit for each in sums):
+                after = (opened | bit, broken, faults, *parts)
+                found.append((Kind.ARRIVE, name, after, False, False))
+            after = (opened, broken | bit, faults, *parts)
+            found.append((Kind.DEADLINE, name, after, False, False))
+        return found
+
+    def _private(self, summary: Summary) -> bool:
+        return self.calm or (summary.private and not self.others.world)
 
     def _step(
         self,
-        parts: tuple[BlockState, ...],
+        parts: list[int],
         sums: list[Summary],
         around: Around,
         faults: int,
@@ -106,22 +143,28 @@ class Space:
         move: Move,
     ) -> Step:
         opened, broken = around.open, around.broken
-        after = self.summary(at, move.block)
+        after = self.of[at].summaries[move.block]
         if move.arrives and not (opened | broken) & move.arrives:
             opened, broken = self._decided(sums, at, after, move.arrives, opened, broken)
         broken |= move.breaks & ~opened
-        awaits = after.awaits
-        for other, rest in enumerate(sums):
-            if other != at:
-                awaits |= rest.awaits
-        blocks_after = [*parts[:at], move.block, *parts[at + 1 :]]
+        if move.earlier:
+            opened, broken = self.world.earlier(opened), self.world.earlier(broken)
+        if after.awaits != sums[at].awaits or move.breaks:
+            awaits = after.awaits
+            for other, rest in enumerate(sums):
+                if other != at:
+                    awaits |= rest.awaits
+            opened &= awaits
+            broken &= awaits
+        blocks_after = parts.copy()
+        blocks_after[at] = move.block
         for group in self.alike:
             if at in group:
-                ordered = sorted(blocks_after[each] for each in group)
+                ordered = sorted([blocks_after[each] for each in group])
                 for each, block in zip(group, ordered, strict=True):
                     blocks_after[each] = block
-        state = (opened & awaits, broken & awaits, faults + move.faults, tuple(blocks_after))
-        return Step(move.kind, move.name, state, move.bad, move.faults > 0)
+        state = (opened, broken, faults + move.faults, *blocks_after)
+        return (move.kind, move.name, state, move.bad, move.faults > 0)
 
     def _decided(
         self, sums: list[Summary], at: int, after: Summary, bit: int, opened: int, broken: int
@@ -129,17 +172,21 @@ class Space:
         leads = after.leads or any(e.leads for other, e in enumerate(sums) if other != at)
         if leads and self._led(bit):
             return opened, broken | bit
+        if self.others.world:
+            return opened, broken
         rest = all(each.arrived & bit for other, each in enumerate(sums) if other != at)
         return (opened | bit, broken) if rest and after.arrived & bit else (opened, broken)
 
     def _led(self, bit: int) -> bool:
         """Whether a dead leader's part in the recovery keeps this world fence from opening."""
-        key = next(key for key, number in self.world.of.items() if 1 << number == bit)
+        key = self.world.key(bit)
         return key[1] is Stage.RECOVER and key[3] != STOPPED
 
     def stuck(self, state: State) -> bool:
         """Whether somebody alive stands before or at a step that it has not done."""
-        return any(self.summary(at, part).stuck for at, part in enumerate(state[3]))
+        return any(
+            moves.summaries[part].stuck for moves, part in zip(self.of, state[3:], strict=True)
+        )
 
     # ------------------------------------------------------------- the kernel's own values
 
@@ -156,9 +203,9 @@ class Space:
         for group in self.alike:
             for at, block in zip(group, sorted(parts[at] for at in group), strict=True):
                 parts[at] = block
-        return (opened, broken, system.faults, tuple(parts))
+        return (opened, broken, system.faults, *parts)
 
-    def _block(self, system: System, at: int, width: int) -> BlockState:
+    def _block(self, system: System, at: int, width: int) -> int:
         moves, slots = self.moves[self.kind[at]], self.blocks[at].slots
         tables = moves.tables
         of_rank = {slot.rank: number for number, slot in enumerate(slots)}
@@ -175,7 +222,7 @@ class Space:
             state = tables.state_in(number, system, slots)
             cells = system.cells[slot.device * width : (slot.device + 1) * width]
             units.append(tables.unit(state, cells if slot.device >= 0 else ()))
-        return (opened, broken, *moves.canonical(units))
+        return moves.number((opened, broken, *moves.canonical(units)))
 
     def initial(self) -> State:
         """Before the first epoch."""

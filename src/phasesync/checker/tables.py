@@ -19,11 +19,14 @@ from phasesync.core.kernel import (
     Status,
     System,
     advance,
+    cell,
+    content_of,
     crashed,
     fences_left,
     heard,
     input_lost,
     landed,
+    mapped_of,
     next_step,
     synchronised,
     touched,
@@ -59,12 +62,12 @@ class Move(NamedTuple):
     kind: Kind
     slot: int
     name: str
-    block: BlockState
+    block: int
     arrives: int = 0  # the bit of a world fence
     breaks: int = 0  # bits of world fences, where they are shut
     faults: int = 0
     bad: bool = False
-    steps: int = 1
+    earlier: bool = False  # all epochs were renumbered, one down
 
 
 class Facts(NamedTuple):
@@ -83,9 +86,49 @@ class Bits:
 
     def __init__(self) -> None:
         self.of: dict[tuple[int, Stage, object, str], int] = {}
+        self._order: dict[int, tuple[int, Stage, int]] = {}
+        self._first: dict[int, tuple[int, ...]] = {}
 
     def __getitem__(self, key: tuple[int, Stage, object, str]) -> int:
         return 1 << self.of.setdefault(key, len(self.of))
+
+    def place(self, bit: int, at: int) -> None:
+        """Says where in a program the fence of `bit` stands."""
+        epoch, stage, _, _ = self.key(bit)
+        self._order.setdefault(bit, (epoch, stage, at))
+
+    def key(self, bit: int) -> tuple[int, Stage, object, str]:
+        """Which fence instance a bit is."""
+        return list(self.of)[bit.bit_length() - 1]
+
+    def earlier(self, mask: int) -> int:
+        """The same fences, one epoch before."""
+        moved = 0
+        for bit in self.each(mask):
+            epoch, stage, scope, fence = self.key(bit)
+            moved |= self[(epoch - 1, stage, scope, fence)]
+        return moved
+
+    def each(self, mask: int) -> tuple[int, ...]:
+        """The bits of a mask."""
+        return tuple(1 << n for n in range(mask.bit_length()) if mask >> n & 1)
+
+    def lowest(self, shut: int, broken: int) -> tuple[int, ...]:
+        """Of the shut fences, the next one of each scope, unless one before it is broken."""
+        key = shut | broken << 256
+        found = self._first.get(key)
+        if found is None:
+            lowest: dict[object, int] = {}
+            for bit in self.each(shut):
+                scope = self.key(bit)[2]
+                best = lowest.get(scope)
+                if best is None or self._order[bit] < self._order[best]:
+                    lowest[scope] = bit
+            fallen = {self.key(bit)[:3] for bit in self.each(broken)}
+            found = self._first[key] = tuple(
+                bit for bit in lowest.values() if self.key(bit)[:3] not in fallen
+            )
+        return found
 
 
 class Row:
@@ -156,6 +199,7 @@ class Tables:
         self._facts: dict[int, Facts] = {}
         self._races: dict[tuple[int, int, int, int], bool] = {}
         self._ops: dict[tuple[object, ...], Memo] = {}
+        self.earlier = Memo(self._earlier)
         self.never = tuple(self._never_of(slot) for slot in range(len(block.slots)))
 
     # ------------------------------------------------------------------ numbers for values
@@ -227,6 +271,21 @@ class Tables:
             self._by_unit[slot][unit] = found
         return found
 
+    def _earlier(self, unit: int) -> int:
+        """The unit with its epoch and its weight versions one less. A version is only ever
+        compared with its epoch, so all that are older than the one before are alike."""
+        state, cells = self.unit_of[unit]
+        number, found = self._state_of[state]
+        moved = (number, found._replace(epoch=found.epoch - 1))
+        if moved not in self._states:
+            self._states[moved] = len(self._state_of)
+            self._state_of.append(moved)
+        older = tuple(
+            cell(mapped_of(value), content_of(value) - 1) if content_of(value) > 0 else value
+            for value in cells
+        )
+        return self.unit(self._states[moved], older)
+
     # ------------------------------------------------------------------------ one row's table
 
     def _row(self, slot: int, number: int) -> Row:
@@ -238,11 +297,11 @@ class Tables:
         here = next_step(self.plan, rank, state)
         left = fences_left(self.plan, rank, state)
         for wait in left:
-            own, world = self._bit(state, wait)
+            own, world = self.bit(state, wait)
             row.breaks |= own
             row.breaks_world |= world
         if left:
-            row.first, row.first_world = self._bit(state, left[0])
+            row.first, row.first_world = self.bit(state, left[0])
             row.hears = heard(self.plan, rank, state, left)
         row.recovers = bool(self.plan.recover[rank]) and state.stage is Stage.EPOCH
         match here:
@@ -250,7 +309,7 @@ class Tables:
                 row.act = here
             case Wait():
                 row.wait = here
-                row.bit, row.bit_world = self._bit(state, here)
+                row.bit, row.bit_world = self.bit(state, here)
                 row.stopping = here.fence == STOPPED
                 if row.bit:
                     members = self.plan.scopes[here.scope].members
@@ -260,7 +319,8 @@ class Tables:
         self._moves(slot, rank, state, row)
         return row
 
-    def _bit(self, state: RankState, wait: Wait) -> tuple[int, int]:
+    def bit(self, state: RankState, wait: Wait) -> tuple[int, int]:
+        """The fence that a rank comes to there: a bit of the block's own, or of the world's."""
         key = (state.epoch, state.stage)
         if wait.scope == self.plan.world:
             return 0, self.world[(*key, "", wait.fence)]
@@ -286,7 +346,8 @@ class Tables:
                 for at, wait in enumerate(self._steps(rank, stage)):
                     if not isinstance(wait, Wait):
                         continue
-                    own, world = self._bit(other, wait)
+                    own, world = self.bit(other, wait)
+                    (self.own if own else self.world).place(own or world, at)
                     mine, here = (state.epoch, state.stage), (epoch, stage)
                     passed = mine > here or (mine == here and at < state.at)
                     waits = mine == here and at == state.at and state.status is Status.WAITING
@@ -345,7 +406,7 @@ class Tables:
         if not fences_left(self.plan, rank, state):
             state = RankState(state.status, state.epoch + 1)
             for wait in fences_left(self.plan, rank, state):
-                own, world = self._bit(state, wait)
+                own, world = self.bit(state, wait)
                 row.breaks |= own
                 row.breaks_world |= world
 

@@ -1,0 +1,120 @@
+"""Whether a rank may go first, alone: nobody else touches the same memory before it moves.
+
+Two accesses conflict when they reach one cell and not both only read it, or reach two cells that a
+`never` joins. Others can come only as far as the first fence that still waits for the rank; so
+far their programs are read, and no further. The footprint decides, not the rank.
+"""
+
+from collections.abc import Iterator
+
+from phasesync.checker.tables import Row, Tables
+from phasesync.core.kernel import RankState, Stage, Status
+from phasesync.core.plan import Act, Plan, Step, Touch
+from phasesync.core.protocol import Verb
+
+__all__ = ("Apart",)
+
+_READS = frozenset((Verb.NEEDS, Verb.USES))
+_IN_ACT = frozenset((Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
+_GONE = frozenset((Status.DEAD, Status.DEAD_ACTING))
+
+
+class Apart:
+    """Answers for one block's tables, each worked out once."""
+
+    def __init__(self, tables: Tables, epochs: int) -> None:
+        self.tables = tables
+        self.plan: Plan = tables.plan
+        self.epochs = epochs
+        self.joined: dict[int, frozenset[int]] = {}
+        for pair in self.plan.never:
+            for at in pair.cells:
+                others = frozenset(pair.cells) - {at}
+                self.joined[at] = self.joined.get(at, frozenset()) | others
+        self._memo: dict[tuple[int, int, int, int], bool] = {}
+        self._owned: dict[int, tuple[Touch, ...]] = {}
+
+    def ask(self, slot: int, unit: int, other: int, other_unit: int) -> bool:
+        """Whether the rank in `slot` may move before the other one does anything."""
+        state_of = self.tables.unit_of
+        key = (slot, state_of[unit][0], other, state_of[other_unit][0])
+        found = self._memo.get(key)
+        if found is None:
+            found = self._memo[key] = self._ask(slot, unit, other, other_unit)
+        return found
+
+    def _ask(self, slot: int, unit: int, other: int, other_unit: int) -> bool:
+        mine, theirs = self.tables.row(slot, unit), self.tables.row(other, other_unit)
+        rank = self.tables.slots[other].rank
+        if rank < 0:
+            return True
+        acts = self._reach(mine, other, rank, theirs)
+        if acts is None:
+            return False
+        own = [*self._now(mine), *self._own(self.tables.slots[slot].rank, mine)]
+        far = [touch for act in acts for touch in act.touches]
+        far += self._own(rank, theirs)
+        return not any(self._conflict(one, two) for one in own for two in far)
+
+    @staticmethod
+    def _now(row: Row) -> tuple[Touch, ...]:
+        return row.act.touches if row.act is not None and row.status in _IN_ACT else ()
+
+    def _own(self, rank: int, row: Row) -> tuple[Touch, ...]:
+        """What the death of a rank's process would lose."""
+        if row.status in _GONE:
+            return ()
+        found = self._owned.get(rank)
+        if found is None:
+            who = self.plan.members[rank]
+            found = self._owned[rank] = tuple(
+                Touch(Verb.RELEASES, at) for at, owner in enumerate(self.plan.owner) if owner == who
+            )
+        return found
+
+    def _conflict(self, one: Touch, two: Touch) -> bool:
+        if one.cell == two.cell:
+            return not (one.verb in _READS and two.verb in _READS)
+        if one.verb in _READS or two.verb in _READS:
+            return False
+        return two.cell in self.joined.get(one.cell, ())
+
+    def _reach(self, mine: Row, other: int, rank: int, theirs: Row) -> list[Act] | None:
+        """The actions that the other rank can come to; None where nothing holds it up."""
+        state = theirs.state
+        match theirs.status:
+            case Status.DEAD:
+                return []
+            case Status.DEAD_ACTING | Status.HUNG:
+                return [theirs.act] if theirs.act else []
+            case Status.FINISHED:
+                if state.epoch >= self.epochs:
+                    return []
+                state = RankState(Status.READY, state.epoch + 1)
+            case _:
+                pass
+        acts = list(self._acts(mine, other, rank, state, state.at))
+        if acts and acts[-1] is None:
+            return None
+        if state.stage is Stage.EPOCH and self.plan.recover[rank]:
+            after = state._replace(stage=Stage.RECOVER)
+            acts += self._acts(mine, other, rank, after, 0)
+            if acts and acts[-1] is None and not mine.facts.gone:
+                return None
+        return [act for act in acts if act is not None]
+
+    def _acts(
+        self, mine: Row, other: int, rank: int, state: RankState, start: int
+    ) -> Iterator[Act | None]:
+        """Actions up to the first fence that waits for `mine`; None at the end if there is none."""
+        for item in self._program(rank, state.stage)[start:]:
+            if isinstance(item, Act):
+                yield item
+                continue
+            own, world = self.tables.bit(state, item)
+            if not (mine.facts.arrived & own or mine.facts.arrived_world & world):
+                return
+        yield None
+
+    def _program(self, rank: int, stage: Stage) -> tuple[Step, ...]:
+        return self.plan.programs[rank] if stage is Stage.EPOCH else self.plan.recover[rank]
