@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.distributed_c10d import Store, TCPStore
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from phasesync.core.model import Rank
 from phasesync.demo.budget import DeviceBudget, device_path

@@ -22,6 +22,7 @@ from phasesync.demo.ending import Ending, Lost, RankEnd
 from phasesync.demo.entry import PRELOADED, enter
 from phasesync.demo.settings import Script
 from phasesync.demo.view import View
+from phasesync.errors import PhasesyncError
 
 __all__ = ("play",)
 
@@ -73,7 +74,7 @@ class _Launcher:
         self._ends: dict[Rank, RankEnd] = {}
         self._stopping = False
         self._starter = threading.Thread(target=self._start_all, name="starter", daemon=True)
-        self._failed: Exception | None = None
+        self._failed: PhasesyncError | None = None
         self._died_s: float | None = None
         self._budgets = [
             DeviceBudget.create(
@@ -122,7 +123,10 @@ class _Launcher:
         try:
             self._start_children()
         except (OSError, EOFError) as error:
-            self._failed = error
+            self._failed = PhasesyncError(
+                f"a process of the demo could not start: {error or type(error).__name__}; what it "
+                "wrote above says why"
+            )
 
     def _start_children(self) -> None:
         script, scratch = self._script, self._scratch

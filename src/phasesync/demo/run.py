@@ -14,7 +14,7 @@ from rich.text import Text
 from phasesync.demo.screen import WIDTH, screen_of
 from phasesync.demo.settings import DemoSettings, Script, backend_of, script_of
 from phasesync.demo.view import View
-from phasesync.errors import InputError, PlanError
+from phasesync.errors import InputError, PhasesyncError, PlanError
 from phasesync.report.timeline import ASCII
 
 __all__ = ("AuditRun", "run_demo")
@@ -43,6 +43,9 @@ def run_demo(settings: DemoSettings, *, audit_run: AuditRun, console: Console | 
     except KeyboardInterrupt:
         console.print(f"interrupted; journals so far: {script.folder}", soft_wrap=True)
         return INTERRUPTED
+    except PhasesyncError as error:
+        print(f"phasesync demo: {error}", file=sys.stderr)
+        return FAILED
     for row in screen_of(script, ending, view.tail.lines, verdict):
         console.print(_shown(row, console), soft_wrap=True, highlight=False)
     return code if ending.whole else FAILED

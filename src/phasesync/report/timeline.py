@@ -28,10 +28,10 @@ Line: TypeAlias = Mapping[str, Any]
 ROWS_MAX = 8  # Ranks and devices beyond are counted, not drawn.
 LABEL = 11
 PLAN = "plan"
-WAIT, FAILED, CUT, DEAD = "·", "✗", "×", "†"
+WAIT, FAILED, CUT, DEAD = "·", "✗", "!", "†"
 BARS = " ▁▂▃▄▅▆▇█"
 ASCII = str.maketrans(
-    {WAIT: ".", FAILED: "X", CUT: "x", DEAD: "#", **dict(zip(BARS, " .:-=+*%@", strict=True))}
+    {WAIT: ".", FAILED: "X", DEAD: "#", **dict(zip(BARS, " .:-=+*%@", strict=True))}
 )
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green",
            "bright_yellow", "bright_magenta", "bright_blue")  # fmt: skip
@@ -365,7 +365,11 @@ def _fences(run: Run) -> list[tuple[str, _Fence, frozenset[tuple[str, float]]]]:
     for line in run.lines:
         if line.get("fence") in (None, PLAN):
             continue
-        key = (str(line["scope"]), str(line["generation"]), str(line.get("attempt", 0)))
+        key: tuple[str, ...] = (
+            str(line["scope"]),
+            str(line["generation"]),
+            str(line.get("attempt", 0)),
+        )
         names[key] = str(line["fence"])
         if line["event"] == "fence.arrive" and line.get("status") == "ok":
             came.setdefault(key, []).append((clock(line), f"{line['role']}/{line['rank']}"))
