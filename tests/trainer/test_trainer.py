@@ -1,0 +1,117 @@
+"""Offload, device names, and the check that a release freed what it said; the GPU figures are in
+tests/data/gpu, measured once."""
+
+import socket
+from typing import Any
+
+import pytest
+import torch
+
+from phasesync.errors import EngineError
+from phasesync.trainer import (
+    Freed,
+    ModuleOffloader,
+    TorchDevice,
+    device_name,
+    offload_optimizer,
+    onload_optimizer,
+)
+
+
+class CountedDevice(TorchDevice):
+    """The host, with a counter where an accelerator has a driver, and a record of the order."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__("cpu")
+        self.free = free
+        self.order: list[str] = []
+
+    def free_bytes(self) -> int | None:
+        return self.free
+
+    def allocated_bytes(self) -> int | None:
+        return 123
+
+    def synchronise(self) -> None:
+        self.order.append("synchronise")
+
+    def collect_ipc(self) -> None:
+        self.order.append("collect_ipc")
+
+
+def test_a_device_is_named_by_host_and_never_by_ordinal_alone() -> None:
+    assert device_name("cpu") == f"{socket.gethostname()}/cpu0"
+    assert TorchDevice(torch.device("cpu", 0)).name == device_name("cpu")
+
+
+def test_the_host_frees_nothing_and_says_that_it_cannot_tell() -> None:
+    device = TorchDevice("cpu")
+    assert (device.blocks, device.free_bytes(), device.allocated_bytes()) == (False, None, None)
+    device.synchronise()
+    device.collect_ipc()
+    device.release()
+    assert device.check_freed(None, at_least=10**12).freed_bytes is None
+
+
+def test_a_release_synchronises_before_it_collects() -> None:
+    device = CountedDevice(100)
+    device.release()
+    assert device.order == ["synchronise", "collect_ipc", "collect_ipc"]
+
+
+def test_a_release_that_freed_too_little_is_an_error_that_says_who_holds_what() -> None:
+    device = CountedDevice(100)
+    assert device.check_freed(40, at_least=60) == Freed(
+        before_bytes=40, after_bytes=100, moved_bytes=60
+    )
+    with pytest.raises(EngineError, match=r"to free 61 bytes on .* freed 60; live .* hold 123"):
+        device.check_freed(40, at_least=61)
+
+
+def test_offload_and_onload_keep_every_parameter_the_same_object_with_the_same_values() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    before = {name: (id(value), value.clone()) for name, value in module.named_parameters()}
+    module(torch.ones(2, 4)).sum().backward()
+    offloader = ModuleOffloader(module, TorchDevice("cpu"))
+    offloader.offload()
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert offloader.held_bytes == 0
+    offloader.onload()
+    for name, value in module.named_parameters():
+        assert id(value) == before[name][0]
+        assert torch.equal(value, before[name][1])
+
+
+def test_a_module_that_stays_on_its_device_is_found_out() -> None:
+    class Stuck(ModuleOffloader):
+        @property
+        def held_bytes(self) -> int:
+            return 1000
+
+    with pytest.raises(EngineError, match="offload was to free 900 bytes"):
+        Stuck(torch.nn.Linear(2, 2), CountedDevice(0)).offload()
+
+
+def test_an_optimizer_state_moves_and_steps_on() -> None:
+    module = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    device = TorchDevice("cpu")
+    assert offload_optimizer(optimizer, device) == 0, "it is on the host already"
+    onload_optimizer(optimizer, device)
+    optimizer.step()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("pin", [True, False])
+def test_on_a_gpu_offload_frees_what_it_moved(pin: bool) -> None:
+    device = TorchDevice()
+    module: Any = torch.nn.Linear(8192, 8192, bias=False).to(device.torch_device)
+    offloader = ModuleOffloader(module, device, pin=pin)
+    held = offloader.held_bytes
+    assert held == 8192 * 8192 * 4
+    freed = offloader.offload()
+    assert freed.freed_bytes is not None
+    assert freed.freed_bytes >= held
+    assert offloader.onload() == held
