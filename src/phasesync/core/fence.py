@@ -226,6 +226,8 @@ def _disagreement(call: FenceCall, held: Sequence[Arrival], *, final: bool) -> R
 
     Before the last arrival only a majority of all members decides: nothing can change it.
     """
+    if len({(a.digest, a.fence, a.epoch, a.version) for a in held}) < 2:
+        return None
     for name, kind in AGREED:
         groups = _group_by(held, lambda a, name=name: getattr(a, name))
         if len(groups) < 2:

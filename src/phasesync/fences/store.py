@@ -142,8 +142,13 @@ class _Client:
     def put(self, operation: Put) -> None:
         self._store.set(operation.key, operation.value)
 
-    def get(self, operation: Get | Read | Wait) -> bytes:
-        value: bytes = self._store.get(operation.key)
+    def get(self, operation: Get) -> bytes:
+        """One round trip, where the store's own `get` takes two: to wait, and to get."""
+        value: bytes = self._store.compare_set(operation.key, "", "")
+        return value
+
+    def _value(self, key: str) -> bytes:
+        value: bytes = self._store.get(key)
         return value
 
     def read(self, operation: Read) -> bytes | None:
@@ -152,7 +157,7 @@ class _Client:
         # It may be removed just now, and `get` would wait for it to come back.
         self._limit(READ_S)
         try:
-            return self.get(operation)
+            return self._value(operation.key)
         except RuntimeError:
             if self._store.check([operation.key]):
                 raise
@@ -176,7 +181,7 @@ class _Client:
             try:
                 if not self._sockets:
                     self._store.wait([operation.key], timedelta(seconds=self._wait_s))
-                return self.get(operation)
+                return self._value(operation.key)
             except RuntimeError:
                 if time.monotonic() - since < self._wait_s / 2 and not self.stopping:
                     raise
@@ -246,29 +251,29 @@ def _goes_to(end: socket.socket, port: int) -> bool:
 # --- Lines: a connection and a thread each --------------------------------------------------
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Job:
     """Steps to perform, and the future that waits for what comes of them."""
 
     steps: Steps
     future: "asyncio.Future[Any]"
-    told: bool = False
 
 
 class _Line:
     """One connection and its daemon thread, which is never joined.
 
-    The thread performs one job at a time, and hands results to the loop.
+    The thread performs one job at a time. It hands what came of it to the loop, and itself back to
+    `lines`, in one call: each call wakes the loop.
     """
 
-    def __init__(self, store: "Store", loop: asyncio.AbstractEventLoop, name: str) -> None:
+    def __init__(self, store: "Store", lines: "_Lines", name: str) -> None:
         self._store = store
-        self._loop = loop
+        self._lines = lines
+        self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._client: _Client | None = None
         self._stopping = False
         self.ended = asyncio.Event()
-        self.freed: Callable[[_Line], None] = lambda line: None
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def give(self, job: _Job) -> None:
@@ -284,29 +289,26 @@ class _Line:
     def _run(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
-                self._perform(job)
-                self._call(self.freed, self)
+                result, error = self._perform(job)
+                self._call(self._lines.done, self, job.future, result, error)
         finally:
             if self._client is not None:
                 self._client.close()
             self._call(self.ended.set)
 
-    def _perform(self, job: _Job) -> None:
+    def _perform(self, job: _Job) -> tuple[Any, StoreLost | None]:
         try:
             if self._client is None:
                 self._client = _Client(self._store)
                 self._client.stopping = self._stopping
-            result = self._walk(self._client, job)
+            return self._walk(self._client, job), None
         except _Stopped:
-            self._answer(job, None, StoreLost("the transport was closed while it waited"))
+            return None, StoreLost("the transport was closed while it waited")
         except Exception as error:
             why = "the transport was closed" if self._stopping else "the store does not answer"
             lost = StoreLost(f"{why}: {type(error).__name__}: {error}")
             lost.__cause__ = error
-            self._answer(job, None, lost)
-        else:
-            if not job.told:
-                self._answer(job, result, None)
+            return None, lost
 
     def _walk(self, client: _Client, job: _Job) -> Any:
         perform, steps = client.perform, job.steps
@@ -314,16 +316,12 @@ class _Line:
             operation = next(steps)
             while True:
                 if type(operation) is Tell:
-                    job.told = True
-                    self._answer(job, operation.result, None)
-                    operation = steps.send(None)
+                    self._call(_settle, job.future, operation.result, None)
+                    operation = next(steps)
                 else:
                     operation = steps.send(perform(operation))
         except StopIteration as end:
             return end.value
-
-    def _answer(self, job: _Job, result: Any, error: Exception | None) -> None:
-        self._call(_settle, job.future, result, error)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         # A loop that is closed has nobody left who waits.
@@ -352,15 +350,22 @@ class _Lines:
 
     def submit(self, steps: Steps) -> "asyncio.Future[Any]":
         """Perform steps on a free line; the future also fails if the store is lost."""
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
+        future = asyncio.get_running_loop().create_future()
         if self.lost is not None:
             future.set_exception(self.lost)
             return future
-        future.add_done_callback(self._look)
-        line = self._idle.pop() if self._idle else self._open(loop)
+        line = self._idle.pop() if self._idle else self._open()
         line.give(_Job(steps, future))
         return future
+
+    def done(
+        self, line: _Line, future: "asyncio.Future[Any]", result: Any, error: StoreLost | None
+    ) -> None:
+        """A line has finished a job."""
+        self._idle.append(line)
+        _settle(future, result, error)
+        if error is not None and self.lost is None:
+            self.abandon(str(error))
 
     async def ask(self, steps: Steps, within_s: float = ANSWER_S) -> Any:
         """What comes of steps that do not wait for anybody.
@@ -393,18 +398,10 @@ class _Lines:
                 for line in self._all:
                     await line.ended.wait()
 
-    def _open(self, loop: asyncio.AbstractEventLoop) -> _Line:
-        line = _Line(self._store, loop, f"{self._name}.{len(self._all)}")
-        line.freed = self._idle.append
+    def _open(self) -> _Line:
+        line = _Line(self._store, self, f"{self._name}.{len(self._all)}")
         self._all.append(line)
         return line
-
-    def _look(self, future: "asyncio.Future[Any]") -> None:
-        if future.cancelled():
-            return
-        error = future.exception()
-        if isinstance(error, StoreLost) and self.lost is None:
-            self.abandon(str(error))
 
 
 # --- One rank's endpoint --------------------------------------------------------------------
@@ -447,6 +444,43 @@ class _Scope:
     first: int | None = None
     last: int = -1
     opened: int | None = None
+
+
+NOT_JUDGED = Passed(Verdict(by=""), None)
+
+
+class _Deadline:
+    """The timer of one arrival: first the fence's deadline, then the store's last chance."""
+
+    def __init__(
+        self, fences: "StoreFences", call: FenceCall, slot: _Slot, job: "asyncio.Future[Any]"
+    ) -> None:
+        self.job = job
+        self._fences = fences
+        self._call = call
+        self._slot = slot
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(call.deadline_s, self._expire)
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+    def _expire(self) -> None:
+        self._timer = self._loop.call_later(GRACE_S, self._give_up)
+        self._fences.expire(self._call).add_done_callback(self._decided)
+
+    def _decided(self, expiry: "asyncio.Future[Any]") -> None:
+        """The line that waits hears the verdict itself, unless it was tidied up long ago."""
+        if expiry.cancelled() or expiry.exception() is not None:
+            return
+        self._slot.settle(expiry.result())
+        if expiry.result() is None:
+            _settle(self.job, NOT_JUDGED, None)
+
+    def _give_up(self) -> None:
+        error = self._fences.give_up(self._call)
+        _settle(self.job, None, error)
+        self._slot.fail(error)
 
 
 class StoreFences:
@@ -493,14 +527,7 @@ class StoreFences:
     async def arrive(self, call: FenceCall, arrival: Arrival) -> Opened:
         slot, register = self._come_to(call)
         try:
-            async with asyncio.timeout(call.deadline_s + GRACE_S):
-                passed = await self._arrive(call, arrival, slot, register)
-        except TimeoutError:
-            raise self._lines.abandon(
-                f"the store gave no verdict on fence {call.fence!r} within "
-                f"{call.deadline_s:g} s + {GRACE_S:g} s",
-                call.key,
-            ) from None
+            passed = await self._arrive(call, arrival, slot, register)
         except asyncio.CancelledError:
             await self._leave(call, arrival)
             raise
@@ -583,40 +610,37 @@ class StoreFences:
             opened_before=self._scopes[call.key.scope].opened,
             wait=wait,
         )
-        job = self._lines.submit(steps)
-        loop = asyncio.get_running_loop()
-        expiry = loop.call_later(call.deadline_s, self._expire, call, slot, job)
+        watch = _Deadline(self, call, slot, self._lines.submit(steps))
         try:
-            came: Passed | Counted | None = await job
-            if not isinstance(came, Counted):
-                if came is not None:
-                    slot.settle(came.verdict)
-                return came or Passed(Verdict(by=""), None)
+            came: Passed | Counted = await watch.job
+            if isinstance(came, Passed):
+                slot.settle(came.verdict)
+                return came
             verdict = await slot.heard()
+            if verdict is None:
+                return NOT_JUDGED
+            answer = plainly(call, arrival, came.order, verdict)
+            if answer is not None:
+                return Passed(verdict, answer)
+            watch.job = self._lines.submit(
+                admitting(self._space, call, arrival, came.order, verdict)
+            )
+            passed: Passed = await watch.job
+            return passed
         finally:
-            expiry.cancel()
-        if verdict is None:
-            return Passed(Verdict(by=""), None)
-        answer = plainly(call, arrival, came.order, verdict)
-        if answer is not None:
-            return Passed(verdict, answer)
-        passed: Passed = await self._lines.submit(
-            admitting(self._space, call, arrival, came.order, verdict)
+            watch.end()
+
+    def expire(self, call: FenceCall) -> "asyncio.Future[Any]":
+        """The deadline has passed: decide, on another line than the one that waits."""
+        return self._lines.submit(expiring(self._space, call, self._me))
+
+    def give_up(self, call: FenceCall) -> StoreLost:
+        """The store has had its time after the deadline, too."""
+        return self._lines.abandon(
+            f"the store gave no verdict on fence {call.fence!r} within {call.deadline_s:g} s, and "
+            f"{GRACE_S:g} s more",
+            call.key,
         )
-        return passed
-
-    def _expire(self, call: FenceCall, slot: _Slot, job: "asyncio.Future[Any]") -> None:
-        """The deadline: decide on another line. The line that waits hears the verdict itself,
-        except where it was tidied up long ago."""
-
-        def decided(expiry: "asyncio.Future[Any]") -> None:
-            if expiry.cancelled() or expiry.exception() is not None:
-                return
-            slot.settle(expiry.result())
-            if expiry.result() is None:
-                _settle(job, None, None)
-
-        self._lines.submit(expiring(self._space, call, self._me)).add_done_callback(decided)
 
     async def _leave(self, call: FenceCall, arrival: Arrival) -> None:
         """Break the fence as cancelled. A second cancellation does not wait for the store."""
