@@ -134,6 +134,12 @@ def test_a_protocol_made_in_code_needs_no_file() -> None:
             )),
             "unknown option 'n'",
         ),
+        (
+            _code((TAKE, GIVE, OVER), groups=(
+                GroupDecl(name=GroupName("g"), of=RoleName("trainer"), size=0),
+            )),
+            "size of group 'g' may be less than 1",
+        ),
         (_code((TAKE, GIVE)), "the epoch of trainer has no fence"),
         (_code((TAKE, OVER)), "params starts the epoch not mapped and ends it mapped"),
         (_code((TAKE, OVER, GIVE)), "phase 'give' can fail after the last fence 'over'"),

@@ -27,12 +27,11 @@ def references(protocol: Protocol) -> Findings:
     """Every name that is declared twice or not at all, and every condition that makes no sense."""
     roles = [role.name for role in protocol.roles]
     groups = [group.name for group in protocol.groups]
-    options = {option.name: option for option in protocol.options}
+    options: dict[str, OptionDecl] = {option.name: option for option in protocol.options}
     yield from _twice(protocol)
     for group in protocol.groups:
         yield from _known("role", group.of, roles, group.place)
-        if isinstance(group.size, str):
-            yield from _known("option", group.size, options, group.place)
+        yield from _size(group, options)
     for role in protocol.roles:
         yield from _known("place", role.per, [DEVICE, *groups], role.place)
     for resource in protocol.resources:
@@ -47,6 +46,19 @@ def references(protocol: Protocol) -> Findings:
         yield from _condition(protocol, step.when, step.place)
         yield from _known("active role", step.role, protocol.active_roles, step.place)
         yield from _step(protocol, step, resources)
+
+
+def _size(group: GroupDecl, options: dict[str, OptionDecl]) -> Findings:
+    if isinstance(group.size, int):
+        least: int | None = group.size
+    elif group.size in options:
+        least = options[group.size].least
+    else:
+        yield from _known("option", group.size, options, group.place)
+        return
+    if least is None or least < 1:
+        wrong = f"size of group {group.name!r} may be less than 1"
+        yield _finding(group.place, wrong, "make it at least 1")
 
 
 def _step(protocol: Protocol, step: StepDecl, resources: Collection[str]) -> Findings:

@@ -1,0 +1,116 @@
+"""Where lint is silent, no interleaving of healthy ranks breaks anything: lint is asked first and
+the kernel, over every interleaving of two ranks, has the last word."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from phasesync import spec
+from phasesync.core import kernel
+from phasesync.core.kernel import Status
+from phasesync.core.options import assignments
+from phasesync.core.plan import resolve
+from phasesync.core.properties import violations
+from phasesync.core.protocol import DEVICE, FenceDecl, PhaseDecl, Protocol, StepDecl
+from phasesync.lint import Severity, lint
+
+SHIPPED = {name: spec.load(name) for name in spec.shipped()}
+STATES_MAX = 60_000
+
+
+def broken(protocol: Protocol, options: Mapping[str, Any]) -> str | None:
+    """The first property that some interleaving of two ranks breaks in two epochs, if any."""
+    plan = resolve(protocol, 2, options)
+    first = kernel.initial(plan)
+    seen, todo = {first}, [first]
+    while todo:
+        system = todo.pop()
+        stuck = True
+        for happens in kernel.enabled(plan, system, epochs=2):
+            stuck = False
+            after = kernel.step(plan, system, happens)
+            found = violations(plan, system, happens, after)
+            if found:
+                return f"{found[0].property}: {found[0].says}"
+            if after not in seen:
+                seen.add(after)
+                todo.append(after)
+        if stuck and any(state.status is not Status.FINISHED for state in system.ranks):
+            return "hang"
+        assert len(seen) < STATES_MAX
+    return None
+
+
+def with_step(protocol: Protocol, at: int, step: StepDecl) -> Protocol:
+    steps = list(protocol.steps)
+    steps[at] = step
+    return replace(protocol, steps=tuple(steps))
+
+
+def mutated(data: st.DataObject, protocol: Protocol) -> Protocol:
+    """One thing changed: dropped, moved, narrowed, or no longer asked for."""
+    steps = list(protocol.steps)
+    at = data.draw(st.integers(0, len(steps) - 1))
+    step = steps[at]
+    how = data.draw(st.sampled_from(["drop", "move", "change", "change", "change"]))
+    if how == "drop":
+        return replace(protocol, steps=(*steps[:at], *steps[at + 1 :]))
+    if how == "move":
+        steps.insert(data.draw(st.integers(0, len(steps) - 1)), steps.pop(at))
+        return replace(protocol, steps=tuple(steps))
+    if isinstance(step, FenceDecl):
+        scope = data.draw(st.sampled_from(["replica", "world"]))
+        established = data.draw(st.sampled_from([(), ("device_synchronised",)]))
+        return with_step(protocol, at, replace(step, scope=scope, established=established))
+    return with_step(protocol, at, _changed(data, step))
+
+
+def _changed(data: st.DataObject, phase: PhaseDecl) -> PhaseDecl:
+    if data.draw(st.booleans()):
+        leads: str | None = data.draw(st.sampled_from([None, "leader"]))
+        phase = replace(phase, by=leads)
+    if data.draw(st.booleans()):
+        phase = replace(phase, enqueued=not phase.enqueued)
+    moves: bool = data.draw(st.booleans())
+    if phase.effects and moves:
+        number = data.draw(st.integers(0, len(phase.effects) - 1))
+        effects = list(phase.effects)
+        reach = data.draw(st.sampled_from([DEVICE, "replica"]))
+        effects[number] = replace(effects[number], reach=reach)
+        phase = replace(phase, effects=tuple(effects))
+    return phase
+
+
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+@given(st.data())
+def test_where_lint_is_silent_nothing_breaks(data: st.DataObject) -> None:
+    protocol = SHIPPED[data.draw(st.sampled_from(sorted(SHIPPED)))]
+    for _ in range(data.draw(st.integers(1, 3))):
+        protocol = mutated(data, protocol)
+    errors = [found for found in lint(protocol) if found.severity is Severity.ERROR]
+    event("lint has doubts" if errors else "lint is silent")
+    if errors:
+        return
+    options = data.draw(st.sampled_from(assignments(protocol)))
+    assert broken(protocol, options) is None
+
+
+def test_what_lint_calls_unprotected_breaks_for_some_options() -> None:
+    """Each fence taken away from each shipped protocol: no false alarm among the doubts."""
+    for protocol in SHIPPED.values():
+        for fence in protocol.fences:
+            left = tuple(step for step in protocol.steps if step is not fence)
+            without = replace(protocol, steps=left)
+            assert any(found.rule.startswith("unprotected") for found in lint(without))
+            assert any(broken(without, options) for options in assignments(without)), fence.name
+
+
+def test_shipped_protocols_hold_for_all_options() -> None:
+    for protocol in SHIPPED.values():
+        for options in assignments(protocol):
+            assert broken(protocol, options) is None
