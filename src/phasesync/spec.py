@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from phasesync.core.protocol import Place, Protocol
-from phasesync.declare import declare
+from phasesync.declare import declare, written
 from phasesync.errors import ProtocolError
 from phasesync.nodes import Entry, Items, Node, Table, Text
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-__all__ = ("check_file", "check_text", "find", "load", "loads", "shipped")
+__all__ = ("check_file", "check_text", "dumps", "find", "load", "loads", "shipped")
 
 BYTES_MAX = 2**20
 NODES_MAX = 20_000
@@ -47,6 +47,11 @@ def loads(text: str | bytes, file: str = "<protocol>") -> Protocol:
     """
     protocol, errors = check_text(text, file)
     return _or_raise(protocol, errors)
+
+
+def dumps(protocol: Protocol) -> str:
+    """The text of a protocol file that declares `protocol`; comments are not kept."""
+    return written(protocol)
 
 
 def _or_raise(protocol: Protocol | None, errors: tuple[ProtocolError, ...]) -> Protocol:

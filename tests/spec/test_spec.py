@@ -1,6 +1,8 @@
 """Reading protocol files: where they are found, and what they come to mean."""
 
 import pickle
+import re
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,13 @@ from phasesync.core.protocol import (
     FenceDecl,
     PhaseDecl,
     Place,
+    Protocol,
     Retry,
     Verb,
 )
+from phasesync.declare import SECTIONS
+from phasesync.declare.steps import ESTABLISHED, FENCE_KEYS, MEASURED, PHASE_KEYS
+from phasesync.declare.table import ROW_KEYS
 from phasesync.errors import ProtocolError
 from phasesync.lint import lint
 
@@ -211,3 +217,59 @@ def test_all_mistakes_come_at_once_and_survive_pickling() -> None:
     assert [error.line for error in (first, *first.others)] == [12, 24, 24]
     assert first.file == "mine.yaml"
     assert str(pickle.loads(pickle.dumps(first))) == str(first)
+
+
+def _anywhere(protocol: Protocol) -> object:
+    """A protocol but for its places in a file, as a value to compare."""
+    return _placeless(replace(protocol, file=""))
+
+
+def _placeless(value: object) -> object:
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(map(_placeless, value))
+    if is_dataclass(value):
+        return type(value).__name__, {
+            each.name: _placeless(getattr(value, each.name))
+            for each in fields(value)
+            if each.name != "place"
+        }
+    return value
+
+
+@pytest.mark.parametrize("name", spec.shipped())
+def test_what_is_written_out_reads_back(name: str) -> None:
+    protocol = spec.load(name)
+    again = spec.loads(spec.dumps(protocol))
+    assert _anywhere(again) == _anywhere(protocol)
+    assert resolve(again, 4).digest == resolve(protocol, 4).digest
+
+
+def test_odd_things_are_written_out_too() -> None:
+    protocol = spec.loads(
+        """
+phasesync: 1
+protocol: odd
+summary: "It's: {a} #1"
+options: {n: {type: int, default: 3, min: 1, max: 9}, how: {type: enum, of: [a, b], default: b}}
+groups: {all_of_it: {of: trainer, size: n}}
+roles: {trainer: {place: one per device}, judge: {place: one per device}}
+resources: {params: {owner: trainer, start: {mapped: false}}}
+never: [{together: [params, spare], when: "how in [a, b] or n > 2"}]
+phases:
+  trainer:
+    - x: {acquires: params, when: "not how not in ['a']", deadline_s: 0.5}
+    - {fence: seen, scope: all_of_it, deadline_s: 1.25, requires: [free_bytes >= 1KiB]}
+  judge:
+    - on: {needs: {params: all}, retry: safe}
+""".replace("resources: {", "resources: {spare: {owner: judge}, ")
+    )
+    assert _anywhere(spec.loads(spec.dumps(protocol))) == _anywhere(protocol)
+
+
+def test_the_language_page_speaks_of_every_key() -> None:
+    page = spec.find("basic").parent.joinpath("README.md")  # type: ignore[attr-defined]
+    words = set(re.findall(r"[a-z_]+", page.read_text("utf-8")))
+    keys = {"phasesync", "protocol", "summary", *SECTIONS, *PHASE_KEYS, *FENCE_KEYS, *ROW_KEYS}
+    keys |= {*ESTABLISHED, *MEASURED, "type", "default", "min", "max", "of", "size", "leader"}
+    keys |= {"place", "driven_by", "owner", "content", "start", "mapped", "together", "on"}
+    assert keys - words == set()

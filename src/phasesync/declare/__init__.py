@@ -14,13 +14,14 @@ from phasesync.declare.options import read_options
 from phasesync.declare.places import read_groups, read_never, read_resources, read_roles
 from phasesync.declare.steps import ESTABLISHED, MEASURED, read_steps, refuse_twins
 from phasesync.declare.table import read_table
+from phasesync.declare.write import written
 from phasesync.errors import ProtocolError
 from phasesync.nodes import Complaints, Node
 
-__all__ = ("ESTABLISHED", "FORMAT", "MEASURED", "declare")
+__all__ = ("ESTABLISHED", "FORMAT", "MEASURED", "SECTIONS", "declare", "written")
 
 FORMAT = "1"
-_SECTIONS = (
+SECTIONS = (
     "phasesync", "protocol", "summary", "options", "groups", "roles", "resources", "never",
     "phases", "fences", "transitions", "recover",
 )  # fmt: skip
@@ -39,7 +40,7 @@ def _protocol(draft: Draft, root: Node) -> Protocol | None:
     table = say.table(root, "the file", "begin with `phasesync: 1`")
     if table is None:
         return None
-    own = say.fields(table, "the file", _SECTIONS, ("phasesync", "protocol", "roles", "phases"))
+    own = say.fields(table, "the file", SECTIONS, ("phasesync", "protocol", "roles", "phases"))
     if (version := own.get("phasesync")) is not None:
         say.choice(version, "the version of the language", (FORMAT,), FORMAT)
     sections = {

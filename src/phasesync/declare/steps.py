@@ -26,6 +26,7 @@ __all__ = (
     "ESTABLISHED",
     "FENCE_KEYS",
     "MEASURED",
+    "PHASE_KEYS",
     "read_fence",
     "read_phase",
     "read_steps",
@@ -36,7 +37,7 @@ ESTABLISHED = ("device_synchronised", "ipc_collected")
 MEASURED = ("free_bytes",)
 FENCE_KEYS = ("scope", "deadline_s", "requires", "joined", "when")
 _VERBS = tuple(verb.value for verb in Verb)
-_PHASE_KEYS = ("by", *_VERBS, "when", "outside", "enqueued", "retry", "deadline_s")
+PHASE_KEYS = ("by", *_VERBS, "when", "outside", "enqueued", "retry", "deadline_s")
 _EVIDENCE = re.compile(r"([a-z_]+)\s*(>=)\s*([0-9]{1,15})\s*(|KiB|MiB|GiB)")
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -97,7 +98,7 @@ def read_phase(draft: Draft, key: Text, node: Node, role: RoleName) -> PhaseDecl
     draft.reserved(key, "phase")
     own: dict[str, Node] = {}
     if node != Text("", node.place) and (table := say.table(node, what, "write {VERB: RESOURCE}")):
-        own = say.fields(table, what, _PHASE_KEYS)
+        own = say.fields(table, what, PHASE_KEYS)
     by = own.get("by")
     retry = say.choice(own.get("retry"), f"retry of {what}", map(str, Retry), Retry.NEVER)
     return PhaseDecl(

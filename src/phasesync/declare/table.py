@@ -11,9 +11,9 @@ from phasesync.declare.draft import Draft
 from phasesync.declare.steps import FENCE_KEYS, read_fence, read_phase, refuse_twins
 from phasesync.nodes import Complaints, Node, Text, describe
 
-__all__ = ("read_table",)
+__all__ = ("ROW_KEYS", "read_table")
 
-_ROW_KEYS = ("role", "from", "on", "to", "fence")
+ROW_KEYS = ("role", "from", "on", "to", "fence")
 
 
 def read_table(draft: Draft, own: Mapping[str, Node]) -> list[StepDecl]:
@@ -52,7 +52,7 @@ def _rows(draft: Draft, node: Node) -> dict[RoleName, list[dict[str, Text]]]:
         table = say.table(item, "a transition", shape)
         if table is None:
             continue
-        own = say.fields(table, "a transition", _ROW_KEYS, ("role", "from", "to"))
+        own = say.fields(table, "a transition", ROW_KEYS, ("role", "from", "to"))
         words = {
             key: value
             for key, value in own.items()
