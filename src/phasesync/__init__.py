@@ -1,3 +1,81 @@
-"""phasesync."""
+"""Weight syncs between RL trainers and rollout engines, declared, fenced and auditable.
+
+    from phasesync import RankRunner, load
+
+`import phasesync` is light: a name is imported when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phasesync.core.model import Rank, RootCause, Ticket
+    from phasesync.core.plan import resolve
+    from phasesync.core.protocol import Protocol
+    from phasesync.errors import EpochFailed, FenceBroken, PhasesyncError, ProtocolError
+    from phasesync.fences.inprocess import InProcessFences
+    from phasesync.fences.store import StoreFences
+    from phasesync.runtime import DevicePort, EpochReport, HostDevice, RankRunner, Turn
+    from phasesync.spec import load, loads
 
 __version__ = "0.1.0"
+
+__all__ = (
+    "DevicePort",
+    "EpochFailed",
+    "EpochReport",
+    "FenceBroken",
+    "HostDevice",
+    "InProcessFences",
+    "PhasesyncError",
+    "Protocol",
+    "ProtocolError",
+    "Rank",
+    "RankRunner",
+    "RootCause",
+    "StoreFences",
+    "Ticket",
+    "Turn",
+    "load",
+    "loads",
+    "resolve",
+)
+
+_HOMES = {
+    "DevicePort": "phasesync.runtime",
+    "EpochFailed": "phasesync.errors",
+    "EpochReport": "phasesync.runtime",
+    "FenceBroken": "phasesync.errors",
+    "HostDevice": "phasesync.runtime",
+    "InProcessFences": "phasesync.fences.inprocess",
+    "PhasesyncError": "phasesync.errors",
+    "Protocol": "phasesync.core.protocol",
+    "ProtocolError": "phasesync.errors",
+    "Rank": "phasesync.core.model",
+    "RankRunner": "phasesync.runtime",
+    "RootCause": "phasesync.core.model",
+    "StoreFences": "phasesync.fences.store",
+    "Ticket": "phasesync.core.model",
+    "Turn": "phasesync.runtime",
+    "load": "phasesync.spec",
+    "loads": "phasesync.spec",
+    "resolve": "phasesync.core.plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'phasesync' has no attribute {name!r}")
+    try:
+        return getattr(import_module(home), name)
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            raise ModuleNotFoundError(
+                f"phasesync.{name} needs torch: pip install 'phasesync[torch]'", name="torch"
+            ) from error
+        raise
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,12 +8,12 @@ the auditor whatever was logged; all three look up the same rows.
 The kernel knows epochs and versions, never seconds, files, sockets or torch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum, StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-from phasesync.core.plan import STOPPED, Act, Plan, Step, Touch, Wait
+from phasesync.core.plan import Act, Plan, Step, Touch, Wait
 from phasesync.core.protocol import Row, Verb
 from phasesync.errors import Refused
 
@@ -46,6 +46,7 @@ __all__ = (
     "initial",
     "input_lost",
     "landed",
+    "lost_leaders",
     "mapped_of",
     "next_step",
     "program",
@@ -594,14 +595,22 @@ def _decided(plan: Plan, system: System, arrived: int, wait: Wait, stage: Stage)
     absent = [member for member in members if not arrived >> member & 1]
     if stage is Stage.RECOVER:
         dead = [member for member in members if system.ranks[member].status in _GONE]
-        if wait.fence != STOPPED and any(_leads_recovery(plan, member) for member in dead):
+        if lost_leaders(plan, wait, dead):
             return Verdict.BROKEN
         absent = [member for member in absent if member not in dead]
     return Verdict.SHUT if absent else Verdict.OPEN
 
 
-def _leads_recovery(plan: Plan, rank: int) -> bool:
-    return any(isinstance(item, Act) and item.led for item in plan.recover[rank])
+def lost_leaders(plan: Plan, wait: Wait, dead: Iterable[int]) -> tuple[int, ...]:
+    """The dead members of a recovery's fence whose part before it can never be done."""
+    members = plan.scopes[wait.scope].members
+    return tuple(rank for rank in dead if rank in members and _leads_before(plan, rank, wait))
+
+
+def _leads_before(plan: Plan, rank: int, wait: Wait) -> bool:
+    steps = plan.recover[rank]
+    before = steps[: steps.index(wait)] if wait in steps else ()
+    return any(isinstance(item, Act) and item.led for item in before)
 
 
 _GONE = frozenset((Status.DEAD, Status.DEAD_ACTING))

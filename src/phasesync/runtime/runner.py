@@ -16,22 +16,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from phasesync.core.aftermath import aftermath, put_back, to_replace
-from phasesync.core.kernel import Kind, Stage, Status, fences_left, next_step
+from phasesync.core.kernel import Kind, Stage, Status, fences_left, lost_leaders, next_step
 from phasesync.core.model import Broken, Epoch, OptionValue, Rank, RootCause, Version
 from phasesync.core.plan import PLAN, Act, Plan, Wait, resolve
 from phasesync.core.protocol import PhaseDecl, Protocol
 from phasesync.errors import EpochFailed, EpochOrderError, FenceError, PlanError, describe
 from phasesync.fences.base import FenceTransport
 from phasesync.fences.inprocess import InProcessFences
+from phasesync.fences.store import StoreFences
 from phasesync.journal import Journal, line_cut
 from phasesync.machine import RankMachine
 from phasesync.runtime.actions import Action, Turn, bind, check_names, in_thread
 from phasesync.runtime.device import DevicePort, HostDevice, Proof, check_established, prove
 from phasesync.runtime.fencing import RankFences, plain_ticket
 from phasesync.spec import load
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 __all__ = ("EpochReport", "RankRunner")
 
@@ -64,8 +68,9 @@ class RankRunner:
 
     `actions` binds plain sync or async callables, of no argument or of a `Turn`, to phase names;
     blocking ones get a thread of their own. `outside` phases without an action are the caller's:
-    they are recorded, and so are fences `joined: outside` when `caller_joins` is set. Without
-    `fences` the run has one process, and waits for nobody.
+    they are recorded, and so are fences `joined: outside` when `caller_joins` is set. `fences` is
+    a fence transport or a `torch.distributed` store; without one the run has one process, and
+    waits for nobody.
 
     Raises:
         PlanError: the arguments do not make a plan, or a phase has no action.
@@ -78,7 +83,7 @@ class RankRunner:
         rank: Rank | str | int,
         ranks: int | Mapping[str, int],
         actions: Mapping[str, Action],
-        fences: FenceTransport | None = None,
+        fences: "FenceTransport | Store | None" = None,
         options: Mapping[str, OptionValue] | None = None,
         groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
         device: DevicePort | str | None = None,
@@ -123,13 +128,25 @@ class RankRunner:
         )
         self.journal.bind(attempt=self.attempt, protocol=self.protocol.name)
         self._fences = RankFences(
-            fences or InProcessFences().endpoint(self.rank, incarnation),
+            self._transport(fences, incarnation),
             self.journal,
             run=self.run,
             attempt=self.attempt,
             rank=self.rank,
             incarnation=incarnation,
             mono_ns=mono_ns,
+        )
+
+    def _transport(
+        self, fences: "FenceTransport | Store | None", incarnation: int
+    ) -> FenceTransport:
+        if fences is None:
+            return InProcessFences().endpoint(self.rank, incarnation)
+        if not hasattr(fences, "compare_set"):
+            return fences
+        store = cast("Store", fences)
+        return StoreFences(
+            store, rank=self.rank, run=self.run, attempt=self.attempt, incarnation=incarnation
         )
 
     # ------------------------------------------------------------------ life of a runner
@@ -407,6 +424,9 @@ class RankRunner:
             raise _Halt(cause)
         self._fences.announce(call, free_bytes=proof.free_bytes)
         await self._machine.fire(Kind.ARRIVE, wait.fence)
+        if self._machine.state.stage is Stage.RECOVER and (lost := self._lost_leaders(wait)):
+            await self._machine.fire(Kind.ABORT)
+            raise _Halt(RootCause(kind="dead", ranks=lost, fence=wait.fence, error=_POISONED))
         answer = await self._fences.arrive(call, free_bytes=proof.free_bytes)
         if isinstance(answer, RootCause):
             await self._machine.fire(Kind.ABORT)
@@ -414,6 +434,11 @@ class RankRunner:
         self._fences.use_up((wait,))
         ticket = self._fences.opened(call, answer)
         await self._machine.fire(Kind.PASS, wait.fence, ticket)
+
+    def _lost_leaders(self, wait: Wait) -> tuple[Rank, ...]:
+        """Dead leaders whose part of the recovery nobody can do: the replica is poisoned."""
+        gone = [self.plan.index(rank) for rank in self._fences.gone if rank in self.plan.members]
+        return tuple(self.plan.members[at] for at in lost_leaders(self.plan, wait, gone))
 
     async def _prove(self, wait: Wait) -> Proof:
         if self._device.blocks:
@@ -617,6 +642,7 @@ async def _ended(task: asyncio.Future[Any]) -> None:
         raise asyncio.CancelledError
 
 
+_POISONED = "its part of the recovery can never be done; the replica is poisoned"
 _STOPPED = frozenset((Status.STOPPED, Status.ABORTED))
 
 

@@ -1,0 +1,49 @@
+"""The same trouble with real processes, real sockets and real signals."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from phasesync.errors import EpochFailed
+from tests.runtime.test_world import LED, PHASES, broken
+
+pytest.importorskip("torch")
+
+KINDS = ("ok", "failed", "cancelled", "killed")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_trouble_in_real_processes(tmp_path: Path, seed: int) -> None:
+    from tests.runtime.processes import Trouble, play
+
+    chance = random.Random(seed)
+    phase = chance.choice(PHASES)
+    number = chance.randrange(4)
+    if phase in LED:
+        number -= number % 2
+    trouble = Trouble(KINDS[seed % 4], number, phase, chance.choice([1, 2]), seed)
+    outcome = play(4, f"seed-{seed}", tmp_path, trouble)
+    assert broken(tmp_path / f"seed-{seed}") == []
+    if trouble.kind == "ok":
+        assert outcome.said == [["ok", "ok"]] * 4
+        return
+    others = [said for at, said in enumerate(outcome.said) if at != number]
+    failures = [each for said in others for each in said or () if isinstance(each, EpochFailed)]
+    assert len(failures) == 3
+    causes = {failed.cause for failed in failures}
+    assert len(causes) == 1
+    (cause,) = causes
+    assert [rank.number for rank in cause.ranks] == [number]
+    match trouble.kind:
+        case "failed":
+            assert (cause.kind, cause.phase) == ("failed", phase)
+            assert all(said is not None and len(said) == 2 for said in outcome.said)
+        case "cancelled":
+            assert cause.kind == "cancelled"
+            assert (outcome.said[number] or [""])[-1] == "cancelled"
+        case _:
+            assert cause.kind == "dead"
+            assert outcome.said[number] is None
+            assert {failed.replace for failed in failures} == {cause.ranks}
+            assert outcome.late_s < 5
