@@ -1,59 +1,30 @@
-"""The demo in one process and one event loop: ranks are tasks, engines are objects."""
+"""The demo in one process and one event loop. Torch is imported beside a view that goes on."""
 
 import asyncio
 import tempfile
+import threading
+from importlib import import_module
 from pathlib import Path
 
-from phasesync.core.model import Rank
-from phasesync.demo.budget import DeviceBudget, device_path
-from phasesync.demo.ending import Ending, RankEnd
-from phasesync.demo.engine import Engine, LocalEngine
-from phasesync.demo.model import use_one_thread
-from phasesync.demo.rank import live
+from phasesync.demo.ending import Ending
 from phasesync.demo.settings import Script
 from phasesync.demo.view import View
-from phasesync.fences.inprocess import InProcessFences
 
 __all__ = ("play",)
 
+TASKS = "phasesync.demo.tasks"
 TICK_S = 0.1
 
 
 def play(script: Script, view: View) -> Ending:
     """Run the script; how it ended."""
-    with tempfile.TemporaryDirectory(prefix="phasesync-demo-") as scratch:
-        return asyncio.run(_play(script, view, Path(scratch)))
-
-
-async def _play(script: Script, view: View, scratch: Path) -> Ending:
-    use_one_thread()
-    fences = InProcessFences()
-    budgets = [
-        DeviceBudget.create(device_path(scratch, number), name=name, capacity=script.sizes.capacity)
-        for number, name in enumerate(script.devices)
-    ]
-    engines = [
-        LocalEngine(Engine(rank, [budgets[number] for number in part], script))
-        for rank, part in zip(script.plan.engines, script.replicas, strict=True)
-    ]
-
-    async def one(rank: Rank) -> RankEnd:
-        engine = engines[script.replica_of(rank)]
-        return await live(rank, script, fences.endpoint(rank), engine, scratch)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            watcher = group.create_task(_watch(view), name="view")
-            ranks = [group.create_task(one(rank), name=str(rank)) for rank in script.plan.members]
-            await asyncio.wait(ranks)
-            watcher.cancel()
-    finally:
-        for budget in budgets:
-            budget.close()
-    return Ending(ranks=tuple(rank.result() for rank in ranks))
-
-
-async def _watch(view: View) -> None:
-    while True:
+    view.status("importing torch")
+    importer = threading.Thread(target=import_module, args=(TASKS,), daemon=True)
+    importer.start()
+    while importer.is_alive():
         view.tick()
-        await asyncio.sleep(TICK_S)
+        importer.join(TICK_S)
+    view.status("making the model")
+    with tempfile.TemporaryDirectory(prefix="phasesync-demo-") as scratch:
+        ending: Ending = asyncio.run(import_module(TASKS).play_all(script, view, Path(scratch)))
+    return ending

@@ -9,7 +9,6 @@ import signal
 import tempfile
 import threading
 import time
-from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -25,9 +24,6 @@ from phasesync.demo.view import View
 from phasesync.errors import PhasesyncError
 
 __all__ = ("play",)
-
-if find_spec("torch") is None:
-    raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
 TICK_S = 0.1
 PATIENCE_S = 5.0  # For a process that has nothing left to do.

@@ -11,6 +11,7 @@ from phasesync.demo.trainer import Trainer, TrainerDevice
 from phasesync.errors import EpochFailed, describe
 from phasesync.fences.base import FenceTransport
 from phasesync.runtime import RankRunner
+from phasesync.runtime.actions import in_thread
 
 __all__ = ("live",)
 
@@ -22,8 +23,10 @@ async def live(
 ) -> RankEnd:
     """All epochs of one rank; how it ended."""
     device = TrainerDevice(DeviceBudget(device_path(scratch, rank.number)))
-    trainer = Trainer(rank, script, device, engine, scratch)
     try:
+        trainer = await in_thread(
+            lambda: Trainer(rank, script, device, engine, scratch), name=f"{rank} begins"
+        )
         async with RankRunner(
             script.protocol,
             rank=rank,

@@ -57,6 +57,7 @@ def _script(settings: DemoSettings) -> Script:
     script = script_of(settings, run=run, runs=runs, host=socket.gethostname())
     try:
         script.folder.mkdir(parents=True)
+        script.protocol_file.write_text(script.text, encoding="utf-8")
     except FileExistsError:
         time.sleep(1.0)  # Two demos of one process in one second: the next has another name.
         return _script(settings)

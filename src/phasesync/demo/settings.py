@@ -4,18 +4,20 @@ Everything a user can get wrong is refused here, in one line, before a process i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from phasesync.core.model import Rank
 from phasesync.core.plan import Act, Plan, resolve
-from phasesync.core.protocol import FenceDecl, PhaseDecl, Protocol, StepDecl
+from phasesync.core.protocol import Protocol
 from phasesync.demo.budget import MIB
 from phasesync.demo.ending import Ending
+from phasesync.demo.variant import text_of, without_wait
 from phasesync.errors import PlanError
-from phasesync.spec import load
+from phasesync.spec import loads
 
 __all__ = (
     "BACKENDS",
@@ -26,7 +28,6 @@ __all__ = (
     "Sizes",
     "backend_of",
     "script_of",
-    "without_wait",
 )
 
 #: Where each backend lives: it is imported when chosen, because torch takes seconds.
@@ -37,6 +38,7 @@ BACKENDS = {
 RANKS_MAX = 16
 EPOCHS_MAX = 100
 FENCE = "memory_released"
+PROTOCOL_FILE = "protocol.yaml"
 SLOW_PHASE = "offload"
 SLOW_S = 1.5
 SLOW_UNFENCED_S = 4.0  # Never slept to its end: the refusal comes first.
@@ -87,6 +89,7 @@ class Script:
     """A demo with everything settled; it goes to every process."""
 
     protocol: Protocol
+    text: str
     plan: Plan
     sizes: Sizes
     devices: tuple[str, ...]
@@ -104,6 +107,11 @@ class Script:
     def folder(self) -> Path:
         """Where the journals are."""
         return self.runs / self.run
+
+    @property
+    def protocol_file(self) -> Path:
+        """The protocol that was run, kept beside its journals."""
+        return self.folder / PROTOCOL_FILE
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -133,14 +141,16 @@ def script_of(settings: DemoSettings, *, run: str, runs: Path, host: str) -> Scr
     _choice("protocol", settings.protocol, SIZES)
     _range("ranks", settings.ranks, 1, RANKS_MAX)
     _range("epochs", settings.epochs, 1, EPOCHS_MAX)
-    protocol = load(settings.protocol)
+    text = text_of(settings.protocol)
     if settings.break_fence:
-        protocol = without_wait(protocol, FENCE)
+        text = without_wait(settings.protocol, FENCE)
+    protocol = loads(text, f"{run}/{PROTOCOL_FILE}")
     plan = resolve(protocol, settings.ranks)
     slow = settings.slow or ("1" if settings.break_fence else None)
     kill = None if settings.kill is None else _kill(settings, plan)
     return Script(
         protocol=protocol,
+        text=text,
         plan=plan,
         sizes=SIZES[settings.protocol],
         devices=tuple(f"{host}/cpu{number}" for number in range(settings.ranks)),
@@ -156,42 +166,15 @@ def script_of(settings: DemoSettings, *, run: str, runs: Path, host: str) -> Scr
     )
 
 
-def without_wait(protocol: Protocol, fence: str) -> Protocol:
-    """The protocol with the wait of a fence gone and its preconditions kept.
-
-    What the fence had synchronised each rank now synchronises alone: releases since the fence
-    before are over when their phase ends.
-    """
-    at = next(
-        number
-        for number, step in enumerate(protocol.steps)
-        if isinstance(step, FenceDecl) and step.name == fence
-    )
-    before = [n for n, step in enumerate(protocol.steps[:at]) if isinstance(step, FenceDecl)]
-    first = before[-1] + 1 if before else 0
-
-    def alone(number: int, step: StepDecl) -> StepDecl:
-        if isinstance(step, PhaseDecl) and first <= number < at:
-            return replace(step, enqueued=False)
-        return step
-
-    steps = [alone(number, step) for number, step in enumerate(protocol.steps) if number != at]
-    return replace(protocol, steps=tuple(steps))
-
-
 def backend_of(name: str) -> Backend:
-    """The `play` of a backend.
+    """The `play` of a backend; torch itself is imported when it plays.
 
     Raises:
-        PlanError: what it needs is not installed.
+        PlanError: torch is not installed.
     """
-    try:
-        module = import_module(BACKENDS[name])
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise PlanError(f"backend {name!r} needs: pip install 'phasesync[torch]'") from error
-    play: Backend = module.play
+    if find_spec("torch") is None:
+        raise PlanError("the demo trains a real model; it needs: pip install 'phasesync[torch]'")
+    play: Backend = import_module(BACKENDS[name]).play
     return play
 
 

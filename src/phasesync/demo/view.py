@@ -117,7 +117,7 @@ class View:
             alike.setdefault(standing.doing, []).append(rank)
         if set(alike) == {"starting"}:
             return self._status
-        parts = [f"{_named(ranks)} {doing}" for doing, ranks in alike.items()]
+        parts = [f"{_named(ranks)} {_of(doing, len(ranks))}" for doing, ranks in alike.items()]
         epoch = max(standing.epoch for standing in self._ranks.values())
         return f"epoch {epoch} of {self._script.epochs}: {'; '.join(parts)}"
 
@@ -150,6 +150,10 @@ _SAYS = {
     "recover.begin": "recovers",
     "rank.exit": "gone",
 }
+
+
+def _of(doing: str, ranks: int) -> str:
+    return doing if ranks == 1 else doing.replace("waits", "wait").replace("begins", "begin")
 
 
 def _named(ranks: list[str]) -> str:

@@ -83,7 +83,7 @@ class Run:
 
 
 def read(lines: Iterable[Line]) -> Run:
-    """The run that journal lines tell of; lines may come in any order."""
+    """The run that journal lines tell of; they may come in any order."""
     known = [line for line in lines if "event" in line and "rank" in line]
     clock = _Clock(known)
     by_rank: dict[tuple[str, int, int], list[Line]] = {}
@@ -100,11 +100,18 @@ def read(lines: Iterable[Line]) -> Run:
             epoch, at = int(line.get("epoch", 0)), clock(line)
             epochs[epoch] = min(epochs.get(epoch, at), at)
     times = [clock(line) for line in known] or [0.0]
-    phases = dict.fromkeys(
-        str(line["phase"]) for line in sorted(known, key=clock) if line["event"] == "phase.start"
-    )
     began = min(epochs.values(), default=min(times))
-    return Run(lanes, dict(sorted(epochs.items())), began, max(times), list(phases), known)
+    return Run(lanes, dict(sorted(epochs.items())), began, max(times), _phases(lanes), known)
+
+
+def _phases(lanes: Sequence[Lane]) -> list[str]:
+    """All phases, in the order of whoever does most of them: a leader."""
+    orders = [
+        list(dict.fromkeys(block.name for block in lane.blocks if not block.waiting))
+        for lane in lanes
+    ]
+    longest = sorted(orders, key=len, reverse=True)
+    return list(dict.fromkeys(phase for order in longest for phase in order))
 
 
 class _Clock:
