@@ -223,8 +223,18 @@ class EpochFailed(PhasesyncError):
         )
 
     def __str__(self) -> str:
-        after = "recovered; the epoch may run again" if self.can_retry else "not recovered"
-        return f"{self.rank}: epoch {self.epoch} failed: {describe(self.cause)} ({after})"
+        return f"{self.rank}: epoch {self.epoch} failed: {describe(self.cause)} ({self.advice})"
+
+    @property
+    def advice(self) -> str:
+        """What to do now, in a few words."""
+        if self.can_retry:
+            return "recovered; the epoch may run again"
+        if self.replace:
+            return f"replace {', '.join(map(str, self.replace))}"
+        if self.poisoned:
+            return f"rebuild the engine of {', '.join(self.poisoned)}"
+        return "start the ranks again"
 
     __hash__ = PhasesyncError.__hash__
 
