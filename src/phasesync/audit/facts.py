@@ -90,6 +90,7 @@ class Facts:
         self.members: dict[str, tuple[Name, ...]] = {}
         self.failures: list[Event] = []
         self.exits: dict[Name, Event] = {}
+        self.reconciled: set[Name] = set()
         self.at = -1
         self.epoch: int | None = None
         self.first_epoch: int | None = None
@@ -108,6 +109,7 @@ class Facts:
             rank.first = event
         rank.last = event
         if event.attrs:
+            self.devices.learn(event)
             self._groups(event)
         if event.epoch is not None:
             if self.first_epoch is None:
@@ -146,7 +148,6 @@ class Facts:
 
     def settle(self, event: Event, start: Open | None) -> None:
         """Let the ledgers take over `event`, after the rules have seen it."""
-        self.devices.learn(event)
         self.devices.settle(event)
         self.tags.settle(event, start.event if start else None)
 
@@ -165,6 +166,8 @@ class Facts:
         self.epoch = epoch if self.epoch is None else max(self.epoch, epoch)
 
     def _groups(self, event: Event) -> None:
+        if self.exits:
+            self._reconcile(event)
         group = group_of(event)
         if group is None:
             return
@@ -172,6 +175,18 @@ class Facts:
         members = event.attrs.get("members")
         if isinstance(members, list | tuple) and members:
             self.members[group] = tuple(ranks_in(members, self.header.ranks))
+
+    def _reconcile(self, event: Event) -> None:
+        """Note which lost ranks the others know to be lost: replaced, or no member any more."""
+        replaced = event.attrs.get("replaces")
+        if replaced is not None:
+            self.reconciled.update(ranks_in(replaced, self.header.ranks))
+        members = event.attrs.get("members")
+        if isinstance(members, list | tuple) and members:
+            named = set(ranks_in(members, self.header.ranks))
+            for rank, exit_ in self.exits.items():
+                if rank not in named and exit_.epoch != event.epoch:
+                    self.reconciled.add(rank)
 
     def waiting(self) -> tuple[Name, ...]:
         """The ranks that still wait for somebody, now."""

@@ -22,29 +22,30 @@ class Devices:
 
     def __init__(self, header: Header) -> None:
         self.header = header
-        self.free: dict[str, float] = {}
-        self.reserved: dict[tuple[Name, str], tuple[tuple[str, ...], float]] = {}
-        self.device_of: dict[Name, str] = {}
         self.measured: set[Name] = set()
-        self._started = False
+        self.device_of: dict[Name, str] = {}
+        self._seen_free: dict[str, float] = {}
+        self._changed: dict[str, float] = {}
+        self._reserved: dict[tuple[Name, str], tuple[tuple[str, ...], float]] = {}
+        self._figures = set(header.initial_gib.values())
 
-    def _start(self) -> None:
-        """Free memory before the first event, once ranks can be matched with devices."""
-        self._started = True
-        figures = self.header.initial_gib
-        same = len(set(figures.values())) == 1
-        for rank in self.header.ranks:
-            device = self.own(rank)
-            held = figures.get(str(rank), figures.get(device))
-            if held is None and same:
-                held = next(iter(figures.values()))
-            capacity = self.header.capacity(device)
-            if held is not None and capacity is not None:
-                self.free.setdefault(device, capacity - held)
-        for device, held in figures.items():
-            capacity = self.header.capacity(device)
-            if capacity is not None and not any(str(rank) == device for rank in self.header.ranks):
-                self.free.setdefault(device, capacity - held)
+    def _free(self, device: str) -> float | None:
+        """GiB free on `device` by the last measurement or the header, and what changed since."""
+        changed = self._changed.get(device, 0.0)
+        seen = self._seen_free.get(device)
+        if seen is not None:
+            return seen - changed
+        capacity = self.header.capacity(device)
+        if capacity is None:
+            return None
+        initial = self.header.initial_gib
+        held = next(
+            (initial[str(rank)] for rank in self.holders(device) if str(rank) in initial),
+            initial.get(device),
+        )
+        if held is None and len(self._figures) == 1:
+            held = next(iter(self._figures))
+        return None if held is None else capacity - held - changed
 
     def own(self, rank: Name) -> str:
         """The device of `rank`: the one that it was seen to use, else the one of its number."""
@@ -102,12 +103,10 @@ class Devices:
 
     def room(self, device: str, *, but: tuple[Name, str] | None = None) -> float | None:
         """GiB free on `device` after what running phases will still map; None where unknown."""
-        if not self._started:
-            self._start()
-        free = self.free.get(device)
+        free = self._free(device)
         if free is None:
             return None
-        for key, (devices, need) in self.reserved.items():
+        for key, (devices, need) in self._reserved.items():
             if key != but and device in devices:
                 free -= need
         return free
@@ -131,28 +130,28 @@ class Devices:
         attrs = event.attrs
         if not attrs and event.kind == "start":
             return
-        if not self._started and ("delta_gib" in attrs or "free_gib" in attrs):
-            self._start()
         key = (event.rank, event.phase)
         if event.kind == "start":
             need = number(attrs.get("need_gib"))
             if need is not None:
-                self.reserved[key] = (self.touched(event), need)
+                self._reserved[key] = (self.touched(event), need)
         elif event.kind != "progress":
-            self.reserved.pop(key, None)
+            self._reserved.pop(key, None)
         for device, change in (self.delta(event) or {}).items():
-            if device in self.free:
-                self.free[device] -= change
+            self._changed[device] = self._changed.get(device, 0.0) + change
             self.measured.add(event.rank)
         free = attrs.get("free_gib")
         if isinstance(free, Mapping):
             for device, value in free.items():
-                figure = number(value)
-                if figure is not None:
-                    self.free[str(device)] = figure
+                if (figure := number(value)) is not None:
+                    self._measure(str(device), figure)
         elif (figure := number(free)) is not None:
-            self.free[self.own(event.rank)] = figure
+            self._measure(self.own(event.rank), figure)
             self.measured.add(event.rank)
+
+    def _measure(self, device: str, free: float) -> None:
+        self._seen_free[device] = free
+        self._changed.pop(device, None)
 
 
 def tags_of(event: Event) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from phasesync.audit.answer import (
     FAILED,
-    MISSING,
     NOTE,
     RULES,
     SUSPECTED,
@@ -89,6 +88,8 @@ def _plain_failures(facts: Facts) -> list[Finding]:
             continue  # R-FREED says what it can: without figures it is not decidable.
         if event.kind == "exit" and event.action == "life" and "error" not in event.attrs:
             continue  # A process that ended is no failure unless somebody needed it.
+        if event.kind == "exit" and event.rank in facts.reconciled:
+            continue  # The others were told, and went on without it.
         error = event.attrs.get("error")
         what = "exited" if event.kind == "exit" else "failed"
         because = f"rank {event.rank} {what} in {event.phase}" + (f": {error}" if error else "")

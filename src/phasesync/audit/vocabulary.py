@@ -100,6 +100,9 @@ _ROWS: Final[tuple[tuple[str, str], ...]] = (
     # Windows that one tool may hold on a device.
     ("window", "profile | profiler | profiling | nsys | nsight | kineto | tracer"),
     ("window", "exclusive window | health monitor | health check | healthcheck"),
+    # An engine's memory as a whole.
+    ("release", "release|suspend|free|offload|sleep|discard memory|occupation"),
+    ("acquire", "resume|restore|wake|onload|reload memory|occupation"),
     # Gates of the request path.
     ("close", "close|shut|block|stop|disable @admission | close|stop|disable router"),
     ("close", "stop|disable|reject accept|accepting|new"),
@@ -154,7 +157,7 @@ _ROWS: Final[tuple[tuple[str, str], ...]] = (
     ("acquire", "map|remap|materialize|materialise|allocate|alloc|acquire|restore"),
     ("acquire", "load back | backload | to gpu|device|cuda | move gpu|device"),
     ("free", "free|release|drop|unpin|discard|recycle|reuse @bucket"),
-    ("free", "free"),
+    ("free", "free | reuse | recycle | overwrite | unpin"),
     (
         "release",
         "sleep | release | suspend | unmap | discard | offload | onhost | evict | relinquish",
@@ -297,7 +300,7 @@ _TIMEOUT: Final = _matcher(r"time.?d?.?out|deadline|watchdog|expired")
 _GONE: Final = _matcher(r"lost|kill|died|dead|exit|reset.by.peer|segfault|sigkill|crash|preempt")
 _IDLE: Final = _matcher(r"idle|busy|in.?flight|running.?req|pending|not.?empty|assert.?flush|queue")
 _UNROUTABLE: Final = _matcher(
-    r"not.?implemented|unimplemented|unsupported|not.?supported|no.?(route|path|handler|method|such"
+    r"not.?implemented|unimplemented|none.?type.{0,40}attribute|no.?control|unsupported|not.?supported|no.?(route|path|handler|method|such"
     r"|endpoint|server|listener|receiver)|unknown.?(command|method|rank|target|op)|unreachable"
     r"|attribute.?error|no.?attribute|not.?found|\b404\b|\b405\b|\b501\b|not.?registered"
 )

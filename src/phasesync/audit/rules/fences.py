@@ -15,7 +15,6 @@ from phasesync.audit.facts import Facts, Open, group_of, instance_of, ranks_in
 __all__ = ("Covers", "Exclusive", "FenceEpoch", "FencePost", "Lifetime")
 
 _KEPT: Final = 512
-_PAYLOAD: Final = frozenset({"send", "receive", "write", "collective"})
 _IDENTITY: Final = ("epoch", "call", "key", "ticket", "generation", "slot_epoch")
 _SOURCE: Final = (
     "arrival_epoch",
@@ -420,11 +419,10 @@ def _acquires(facts: Facts, rank: Name, epoch: int | None) -> set[str]:
 
 def _coupled(event: Event, peer: Name, facts: Facts) -> bool:
     group = group_of(event)
-    if group is not None:
-        members = facts.members.get(group, tuple(facts.groups.get(group, ())))
-        return peer in members or len(members) <= 1
+    if group is not None and group in facts.members:
+        return peer in facts.members[group]
     mine, other = facts.header.role(event.rank), facts.header.role(peer)
-    if not mine:
+    if not mine or group is not None:
         return True
     one, two = _replica(mine), _replica(other)
     return one is not None and one == two
@@ -485,9 +483,8 @@ class Exclusive:
                 other = each.event
                 if (
                     group_of(other) == group
-                    and other.action == event.action
                     and other.epoch != event.epoch
-                    and other.action in _PAYLOAD
+                    and other.action != "fence"
                     and len(self._apart) < _KEPT
                 ):
                     self._apart.append((event, other))
@@ -518,8 +515,7 @@ def _one_payload(one: Event, other: Event) -> bool:
         return False
     if one.phase == other.phase or one.means.action == other.means.action:
         return one.attrs.get("version") == other.attrs.get("version")
-    nested = {one.action, other.action}
-    return "write" in nested or nested == {"send", "receive"}
+    return {one.action, other.action} <= {"write", "send", "receive"}
 
 
 class Lifetime:

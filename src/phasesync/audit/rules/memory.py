@@ -13,6 +13,7 @@ from phasesync.audit.answer import BROKEN, NOTE, SUSPECTED, Finding
 from phasesync.audit.events import Event, Name, number
 from phasesync.audit.facts import Facts, Open
 from phasesync.audit.vocabulary import is_memory_error
+from phasesync.audit.waits import unrecovered
 
 __all__ = ("Drift", "Fence", "Freed", "Rollback")
 
@@ -354,7 +355,9 @@ class Freed:
             if short or certain:
                 found.append(Finding.on("R-FREED", event, why, *short[:4]))
         for failure in facts.failures:
-            if is_memory_error(failure.attrs.get("error")) and failure.action in _TAKES:
+            if not is_memory_error(failure.attrs.get("error")) or failure.action not in _TAKES:
+                continue
+            if unrecovered(failure, facts) is not None or failure.kind == "exit":
                 found.append(_suspect(failure))
         return found
 

@@ -237,7 +237,7 @@ class Once:
         if first is None or first.rank != event.rank:
             return
         finding = _twice(event, first)
-        if event.action == "release":
+        if event.action == "release" and (first.epoch == event.epoch or state.acquired_at >= 0):
             self._sure.append(finding)
         else:
             self._unsure.append((event, finding))

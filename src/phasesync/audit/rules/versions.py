@@ -148,8 +148,8 @@ class Monotone:
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
         if event.kind not in ("start", "end"):
             return
-        if event.action == "write" and event.kind == "start":
-            return
+        if event.action == "write" and (event.kind == "start" or "source" in event.attrs):
+            return  # A reload from somewhere else publishes nothing; R-VERSION sees what it serves.
         version = number(event.attrs.get("version"))
         if version is None and event.kind == "end":
             version = _version(start)

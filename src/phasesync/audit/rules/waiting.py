@@ -217,7 +217,7 @@ class Hangs:
                     f"{sent.phase} was dispatched to {names} and never started there{busy}",
                     *opened[:4],
                     *([cut] if cut is not None else []),
-                    strength=MISSING if never else SUSPECTED,
+                    strength=SUSPECTED if not never else FAILED if cut is not None else MISSING,
                     guilty=tuple(never),
                     waiting=(sent.rank,) if cut is None else (),
                     record_next=() if never else (f"the log of rank {names}",),
@@ -251,7 +251,8 @@ class Hangs:
             blocked = [
                 wait
                 for wait in self._blocked(waits, holder, name)
-                if wait.event.at > taken.at and (wait.rank != holder or name == "gate")
+                if wait.event.at > failure.at
+                and (wait.rank != holder or name == "gate" or wait.event.epoch != taken.epoch)
             ]
             if not blocked:
                 continue
