@@ -4,7 +4,7 @@ A move changes the block and says what it does to what blocks share: it arrives 
 or breaks some. Whether that fence opens is for the product of all blocks to say.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from phasesync.checker.apart import Apart
@@ -30,7 +30,7 @@ class Summary(NamedTuple):
     awaits: int
     arrived: int
     gone: bool
-    leads: bool
+    leads: int
     stuck: bool
     private: bool
     resting: bool
@@ -38,6 +38,7 @@ class Summary(NamedTuple):
 
 
 _BUSY = frozenset((Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
+_LEFT = frozenset((Status.STOPPED, Status.ABORTED))
 _STUCK = frozenset((Status.READY, Status.WAITING))
 
 
@@ -112,6 +113,7 @@ class Moves:
         self.epochs = epochs
         self.whole = whole
         self.others = others
+        self.ranks = sum(slot.rank >= 0 for slot in tables.slots)
         self.endless = endless
         self.classes = tables.classes
         groups: dict[int, list[int]] = {}
@@ -143,16 +145,17 @@ class Moves:
 
     def _summary(self, block: BlockState) -> Summary:
         rows = [self.tables.row(slot, unit) for slot, unit in enumerate(block[2:])]
-        awaits, heeds, arrived = 0, 0, -1
+        awaits, heeds, leads, arrived = 0, 0, 0, -1
         for row in rows:
             awaits |= row.facts.awaits_world
             heeds |= row.first_world if row.hears else 0
+            leads |= row.facts.leads_world
             arrived &= row.facts.arrived_world
         return Summary(
             awaits,
             arrived,
             any(row.facts.gone for row in rows),
-            any(row.facts.leads for row in rows),
+            leads,
             any(row.status in _STUCK for row in rows),
             all(_private(row) for row in rows),
             any(_resting(row, self.epochs) for row in rows),
@@ -167,6 +170,10 @@ class Moves:
             found = self._memo[key] = tuple(self._of(self.blocks[number], around))
         return found
 
+    def open_ended(self, members: Collection[int]) -> bool:
+        """Whether a scope has members beside the tracked ones: where it spans the block."""
+        return self.others and len(members) == self.ranks
+
     def alone(self, number: int, around: Around) -> tuple[Move, ...]:
         """The moves of one rank that may go first, whatever anybody else does; else none."""
         key = (number, around)
@@ -179,6 +186,11 @@ class Moves:
         units = block[2:]
         rows = [self.tables.row(slot, unit) for slot, unit in enumerate(units)]
         for slot, row in enumerate(rows):
+            if row.recovers and row.status in _LEFT:
+                # Its death now and its death just after leave the same behind.
+                draft = _Draft(self, block[0], block[1], units, rows, around)
+                _stopped(draft, slot, row)
+                return tuple(draft.found)
             if not _steady(row, block[0] | block[1], around.open, self.epochs):
                 continue
             if all(self.apart.ask(slot, units[slot], at, units[at]) for at in self._but(slot)):
@@ -258,6 +270,9 @@ class _Draft:
             for at in go.checked:
                 bad = bad or bool(self.tables.never[at][units[at]])
         opened = self.opened | (opens & ~self.broken)
+        if self.tables.late:
+            bad = bad or bool(breaks & opened)
+            opened &= ~breaks
         broken = self.broken | (breaks & ~opened)
         if self.moves.whole and kind in _GOES_ON:
             opened, broken, arrives, worse = self._on(slot, units, opened, broken, arrives)
@@ -315,16 +330,24 @@ class _Draft:
             if at != slot
         )
 
+    def aborts_wrongly(self, slot: int) -> bool:
+        """Whether an abort touches memory that somebody is at work on."""
+        units = self.units
+        return any(
+            other.status in _BUSY and self.tables.abort_races(slot, units[slot], at, units[at])
+            for at, other in enumerate(self.rows)
+            if at != slot
+        )
+
     def decided(self, row: Row, units: list[int], opened: int, broken: int) -> tuple[int, int]:
         """What an arrival decides of the block's own fence: (opens, breaks)."""
         bit = row.bit
         if not bit or (opened | broken) & bit:
             return 0, 0
         facts = [self.tables.row(at, units[at]).facts for at in row.members]
-        recovers = row.state.stage is Stage.RECOVER and not row.stopping
-        if recovers and any(fact.leads for fact in facts):
+        if any(fact.leads & bit for fact in facts):
             return 0, bit
-        if self.moves.others:
+        if self.moves.open_ended(row.members):
             return 0, 0
         return (bit, 0) if all(fact.arrived & bit for fact in facts) else (0, 0)
 
@@ -345,8 +368,10 @@ class _Draft:
         for bit in bits.lowest(shut & heeded, self.broken):
             _, _, scope, name = bits.key(bit)
             assert isinstance(scope, frozenset)
+            if not self.moves.open_ended(scope):
+                continue
             members = [self.rows[at].facts for at in scope]
-            led = bits.key(bit)[1] is Stage.RECOVER and any(facts.leads for facts in members)
+            led = any(facts.leads & bit for facts in members)
             if not led and all(facts.arrived & bit for facts in members):
                 self.move(Kind.ARRIVE, 0, f"others at {name}", None, opens=bit)
             self.move(Kind.DEADLINE, 0, f"others at {name}", None, breaks=bit)
@@ -384,6 +409,7 @@ def _abort(draft: _Draft, slot: int, row: Row) -> None:
         row.go[Kind.ABORT],
         breaks=row.breaks,
         breaks_world=row.breaks_world,
+        bad=draft.aborts_wrongly(slot),
     )
 
 

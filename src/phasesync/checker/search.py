@@ -11,7 +11,7 @@ from typing import TypeAlias
 from phasesync.checker.space import Space, State
 from phasesync.core.kernel import Kind
 
-__all__ = ("NO_BUDGET", "Budget", "Found", "search")
+__all__ = ("NO_BUDGET", "Budget", "Found", "Label", "search")
 
 Label: TypeAlias = tuple[Kind, str]
 _LOOK_EVERY = 256

@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeAlias
 from phasesync.checker.blocks import Block, blocks, shape
 from phasesync.checker.moves import Around, Moves, Summary
 from phasesync.checker.tables import Bits, Move, Tables
-from phasesync.core.kernel import Faults, Kind, Stage, System, Verdict, initial
-from phasesync.core.plan import STOPPED, Plan
+from phasesync.core.kernel import Faults, Kind, System, Verdict, initial
+from phasesync.core.plan import Defect, Plan
 
 __all__ = ("NO_OTHERS", "Others", "Space", "State", "Step")
 
@@ -54,10 +54,12 @@ class Space:
         self.epochs = epochs
         self.reduction = reduction
         self.symmetry = symmetry
+        self.whole = whole
         self.world = Bits()
         found = blocks(plan)
         self.blocks = found if only is None else (found[only],)
         self.others = others
+        self.late = Defect.LATE_ABORT in plan.defects
         self.calm = reduction and not (faults.most or faults.deadlines or others.world)
         kinds: dict[object, int] = {}
         self.kind = tuple(kinds.setdefault(shape(plan, b.slots), len(kinds)) for b in self.blocks)
@@ -122,7 +124,7 @@ class Space:
             heeded |= each.heeds
         for bit in self.world.lowest(heeded & around.awaited & ~(opened | broken), broken):
             name = f"others at {self.world.key(bit)[3]}"
-            led = self._led(bit) and any(each.leads for each in sums)
+            led = any(each.leads & bit for each in sums)
             if not led and all(each.arrived & bit for each in sums):
                 after = (opened | bit, broken, faults, *parts)
                 found.append((Kind.ARRIVE, name, after, False, False))
@@ -146,6 +148,10 @@ class Space:
         after = self.of[at].summaries[move.block]
         if move.arrives and not (opened | broken) & move.arrives:
             opened, broken = self._decided(sums, at, after, move.arrives, opened, broken)
+        bad = move.bad
+        if self.late:
+            bad = bad or bool(move.breaks & opened)
+            opened &= ~move.breaks
         broken |= move.breaks & ~opened
         if move.earlier:
             opened, broken = self.world.earlier(opened), self.world.earlier(broken)
@@ -164,23 +170,20 @@ class Space:
                 for each, block in zip(group, ordered, strict=True):
                     blocks_after[each] = block
         state = (opened, broken, faults + move.faults, *blocks_after)
-        return (move.kind, move.name, state, move.bad, move.faults > 0)
+        return (move.kind, move.name, state, bad, move.faults > 0)
 
     def _decided(
         self, sums: list[Summary], at: int, after: Summary, bit: int, opened: int, broken: int
     ) -> tuple[int, int]:
-        leads = after.leads or any(e.leads for other, e in enumerate(sums) if other != at)
-        if leads and self._led(bit):
+        leads = after.leads
+        for other, each in enumerate(sums):
+            leads |= each.leads if other != at else 0
+        if leads & bit:
             return opened, broken | bit
         if self.others.world:
             return opened, broken
         rest = all(each.arrived & bit for other, each in enumerate(sums) if other != at)
         return (opened | bit, broken) if rest and after.arrived & bit else (opened, broken)
-
-    def _led(self, bit: int) -> bool:
-        """Whether a dead leader's part in the recovery keeps this world fence from opening."""
-        key = self.world.key(bit)
-        return key[1] is Stage.RECOVER and key[3] != STOPPED
 
     def stuck(self, state: State) -> bool:
         """Whether somebody alive stands before or at a step that it has not done."""

@@ -18,21 +18,28 @@ from phasesync.core.kernel import (
     Stage,
     Status,
     System,
+    abort_touches,
+    aborted,
     advance,
     cell,
     content_of,
     crashed,
+    fence_epoch,
+    fences_failed,
     fences_left,
     heard,
     input_lost,
     landed,
+    lost_leaders,
     mapped_of,
     next_step,
     synchronised,
     touched,
 )
-from phasesync.core.plan import STOPPED, Act, Plan, Wait
+from phasesync.core.model import Phase
+from phasesync.core.plan import Act, Defect, Plan, Wait
 from phasesync.core.properties import raced, together, wanted
+from phasesync.core.protocol import Retry
 
 __all__ = ("Bits", "BlockState", "Facts", "Move", "Row", "Tables")
 
@@ -78,7 +85,8 @@ class Facts(NamedTuple):
     arrived: int
     arrived_world: int
     gone: bool
-    leads: bool
+    leads: int
+    leads_world: int
 
 
 class Bits:
@@ -149,7 +157,6 @@ class Row:
         "recovers",
         "state",
         "status",
-        "stopping",
         "wait",
     )
 
@@ -162,7 +169,7 @@ class Row:
         self.bit = self.bit_world = 0
         self.breaks = self.breaks_world = 0
         self.first = self.first_world = 0
-        self.hears = self.recovers = self.stopping = False
+        self.hears = self.recovers = False
         self.members: tuple[int, ...] = ()
         self.go: dict[Kind, _Go] = {}
 
@@ -186,6 +193,8 @@ class Tables:
         self.epochs = epochs
         self.width = len(plan.protocol.resources)
         self.world = world
+        self.reused = Defect.KEY_REUSED in plan.defects
+        self.late = Defect.LATE_ABORT in plan.defects
         self.own = Bits()
         self.classes = siblings(plan, block.slots)
         self.slot_of = {slot.rank: at for at, slot in enumerate(block.slots) if slot.rank >= 0}
@@ -296,7 +305,7 @@ class Tables:
             return row
         here = next_step(self.plan, rank, state)
         left = fences_left(self.plan, rank, state)
-        for wait in left:
+        for wait in fences_failed(self.plan, rank, state):
             own, world = self.bit(state, wait)
             row.breaks |= own
             row.breaks_world |= world
@@ -310,7 +319,6 @@ class Tables:
             case Wait():
                 row.wait = here
                 row.bit, row.bit_world = self.bit(state, here)
-                row.stopping = here.fence == STOPPED
                 if row.bit:
                     members = self.plan.scopes[here.scope].members
                     row.members = tuple(self.slot_of[member] for member in members)
@@ -321,7 +329,7 @@ class Tables:
 
     def bit(self, state: RankState, wait: Wait) -> tuple[int, int]:
         """The fence that a rank comes to there: a bit of the block's own, or of the world's."""
-        key = (state.epoch, state.stage)
+        key = (fence_epoch(self.plan, state.epoch), state.stage)
         if wait.scope == self.plan.world:
             return 0, self.world[(*key, "", wait.fence)]
         members = self.plan.scopes[wait.scope].members
@@ -337,9 +345,9 @@ class Tables:
         """Bits by every fence the rank has, in every epoch: awaited, and arrived at."""
         rank = self.slots[slot].rank
         if rank == NOBODY:
-            return Facts(0, 0, -1, -1, False, False)
+            return Facts(0, 0, -1, -1, False, 0, 0)
         gone = state.status in _GONE
-        awaits = awaits_world = arrived = arrived_world = 0
+        awaits = awaits_world = arrived = arrived_world = leads = leads_world = 0
         for epoch in range(1, self.epochs + 2):
             for stage in Stage:
                 other = RankState(Status.READY, epoch, stage)
@@ -351,14 +359,16 @@ class Tables:
                     mine, here = (state.epoch, state.stage), (epoch, stage)
                     passed = mine > here or (mine == here and at < state.at)
                     waits = mine == here and at == state.at and state.status is Status.WAITING
-                    if not passed and not gone:
+                    if (not passed or self.reused) and not gone:
                         awaits |= own
                         awaits_world |= world
+                    if gone and stage is Stage.RECOVER and lost_leaders(self.plan, wait, (rank,)):
+                        leads |= own
+                        leads_world |= world
                     if passed or waits or (gone and stage is Stage.RECOVER):
                         arrived |= own
                         arrived_world |= world
-        leads = any(isinstance(item, Act) and item.led for item in self.plan.recover[rank])
-        return Facts(awaits, awaits_world, arrived, arrived_world, gone, gone and leads)
+        return Facts(awaits, awaits_world, arrived, arrived_world, gone, leads, leads_world)
 
     def _steps(self, rank: int, stage: Stage) -> tuple[object, ...]:
         return self.plan.programs[rank] if stage is Stage.EPOCH else self.plan.recover[rank]
@@ -395,7 +405,7 @@ class Tables:
                 pass
         if status in (Status.READY, Status.WAITING) and name:
             after = advance(plan, rank, state, Kind.ABORT, name)
-            row.go[Kind.ABORT] = _Go(self._op(slot, after, None))
+            row.go[Kind.ABORT] = self._aborted(slot, rank, state, after)
         if status not in _GONE and status is not Status.FINISHED:
             row.go[Kind.CRASH] = self._crashed(slot, rank, state)
         if status in _GONE:
@@ -404,8 +414,9 @@ class Tables:
     def _absent(self, rank: int, state: RankState, row: Row) -> None:
         """Where the dead rank is missing: as the kernel's notice sees it."""
         if not fences_left(self.plan, rank, state):
+            row.breaks = row.breaks_world = 0
             state = RankState(state.status, state.epoch + 1)
-            for wait in fences_left(self.plan, rank, state):
+            for wait in fences_failed(self.plan, rank, state):
                 own, world = self.bit(state, wait)
                 row.breaks |= own
                 row.breaks_world |= world
@@ -427,6 +438,30 @@ class Tables:
         if moment is not Moment.START:
             judged = tuple((at, self._lost(at, act)) for at in devices)
         return self._went(slot, after, devices, key, work, judged, devices)
+
+    def _aborted(self, slot: int, rank: int, state: RankState, after: RankState) -> _Go:
+        touches = abort_touches(self.plan, rank, state)
+        if not touches:
+            return _Go(self._op(slot, after, None))
+
+        def work(cells: Cells) -> Cells:
+            return aborted(self.plan, cells, rank, state)
+
+        row_act = Act(Phase("abort"), touches, False, False, False, Retry.NEVER, None)
+        devices = self._devices(row_act)
+        return self._went(slot, after, devices, ("abort", rank, state), work, (), devices)
+
+    def abort_races(self, slot: int, unit: int, other: int, other_unit: int) -> bool:
+        """Whether aborting touches what another's action in progress uses."""
+        rank = self.slots[slot].rank
+        touches = abort_touches(self.plan, rank, self.row(slot, unit).state)
+        theirs = self.row(other, other_unit).act
+        if not touches or theirs is None:
+            return False
+        act = Act(Phase("abort"), touches, False, False, False, Retry.NEVER, None)
+        who = self.plan.members
+        pair = ((who[self.slots[other].rank], theirs),)
+        return next(raced(self.plan, who[rank], act, pair), None) is not None
 
     def _synced(self, slot: int, state: RankState, after: RankState, synced: bool) -> _Go:
         if not synced or not state.pending:

@@ -13,7 +13,7 @@ from enum import IntEnum, StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-from phasesync.core.plan import Act, Plan, Step, Touch, Wait
+from phasesync.core.plan import Act, Defect, Plan, Step, Touch, Wait
 from phasesync.core.protocol import Row, Verb
 from phasesync.errors import Refused
 
@@ -35,12 +35,16 @@ __all__ = (
     "Status",
     "System",
     "Verdict",
+    "abort_touches",
+    "aborted",
     "advance",
     "apply",
     "cell",
     "content_of",
     "crashed",
     "enabled",
+    "fence_epoch",
+    "fences_failed",
     "fences_left",
     "heard",
     "initial",
@@ -443,7 +447,7 @@ def enabled(
                 if status is Status.READY:
                     yield Event(Kind.ARRIVE, rank, name)
                 elif status is Status.WAITING:
-                    found = _find(system, state, here)
+                    found = _find(plan, system.fences, state, here)
                     if found.verdict is Verdict.OPEN:
                         yield Event(Kind.PASS, rank, name)
                     if faults.deadlines and found.verdict is Verdict.SHUT:
@@ -455,7 +459,7 @@ def enabled(
             if (
                 left
                 and heard(plan, rank, state, left)
-                and (_find(system, state, left[0]).verdict is Verdict.BROKEN)
+                and (_find(plan, system.fences, state, left[0]).verdict is Verdict.BROKEN)
             ):
                 yield Event(Kind.ABORT, rank, left[0].fence)
         stopped = status in (Status.STOPPED, Status.ABORTED)
@@ -516,10 +520,11 @@ def step(plan: Plan, system: System, event: Event) -> System:
             fences = _fail_rest(plan, system.fences, rank, state)
         case Kind.PASS:
             assert isinstance(here, Wait)
-            if _find(system, state, here).verdict is not Verdict.OPEN:
+            if _find(plan, system.fences, state, here).verdict is not Verdict.OPEN:
                 raise Refused(f"{plan.members[rank]} cannot pass {name!r}: the fence is not open")
         case Kind.ABORT:
             fences = _fail_rest(plan, system.fences, rank, state)
+            cells = aborted(plan, cells, rank, state)
         case _:
             pass
     ranks = (*system.ranks[:rank], after, *system.ranks[rank + 1 :])
@@ -549,6 +554,37 @@ def touched(
     return tuple(after)
 
 
+def abort_touches(plan: Plan, rank: int, state: RankState) -> tuple[Touch, ...]:
+    """What an aborted rank does to memory: nothing, in a sound plan. It keeps what it has."""
+    if not plan.defects & _ABORTS:
+        return ()
+    verb = Verb.ACQUIRES if Defect.ABORT_TAKES in plan.defects else Verb.RELEASES
+    sought = Verb.RELEASES if verb is Verb.ACQUIRES else Verb.ACQUIRES
+    done = plan.programs[rank][: state.at] if state.stage is Stage.EPOCH else ()
+    cells = (
+        touch.cell
+        for act in done
+        if isinstance(act, Act)
+        for touch in act.touches
+        if touch.verb is sought and plan.owner[touch.cell] == plan.members[rank]
+    )
+    return tuple(Touch(verb, number) for number in dict.fromkeys(cells))
+
+
+_ABORTS = frozenset((Defect.ABORT_TAKES, Defect.ABORT_RELEASES))
+
+
+def aborted(plan: Plan, cells: tuple[int, ...], rank: int, state: RankState) -> tuple[int, ...]:
+    """Memory after the rank left the epoch because somebody else failed."""
+    touches = abort_touches(plan, rank, state)
+    if not touches:
+        return cells
+    after = list(cells)
+    for touch in touches:
+        after[touch.cell] = apply(plan, after[touch.cell], touch, Moment.END, state.epoch)
+    return tuple(after)
+
+
 def synchronised(plan: Plan, cells: tuple[int, ...], pending: tuple[int, ...]) -> tuple[int, ...]:
     if not pending:
         return cells
@@ -558,16 +594,22 @@ def synchronised(plan: Plan, cells: tuple[int, ...], pending: tuple[int, ...]) -
     return tuple(after)
 
 
-def _find(system: System, state: RankState, wait: Wait) -> FenceState:
-    for found in system.fences:
+def fence_epoch(plan: Plan, epoch: int) -> int:
+    """The epoch in a fence's key: its own, unless keys are used again."""
+    return 1 if Defect.KEY_REUSED in plan.defects else epoch
+
+
+def _find(plan: Plan, fences: tuple[FenceState, ...], state: RankState, wait: Wait) -> FenceState:
+    epoch = fence_epoch(plan, state.epoch)
+    for found in fences:
         if (
             found.fence == wait.fence
             and found.scope == wait.scope
-            and found.epoch == state.epoch
+            and found.epoch == epoch
             and found.stage is state.stage
         ):
             return found
-    return FenceState(state.epoch, state.stage, wait.scope, wait.fence)
+    return FenceState(epoch, state.stage, wait.scope, wait.fence)
 
 
 def _put(fences: tuple[FenceState, ...], entry: FenceState) -> tuple[FenceState, ...]:
@@ -578,7 +620,7 @@ def _put(fences: tuple[FenceState, ...], entry: FenceState) -> tuple[FenceState,
 def _arrive(
     plan: Plan, system: System, rank: int, state: RankState, wait: Wait
 ) -> tuple[FenceState, ...]:
-    found = _find(system, state, wait)
+    found = _find(plan, system.fences, state, wait)
     if found.verdict is not Verdict.SHUT:
         return system.fences
     arrived = found.arrived | 1 << rank
@@ -616,20 +658,21 @@ def _leads_before(plan: Plan, rank: int, wait: Wait) -> bool:
 _GONE = frozenset((Status.DEAD, Status.DEAD_ACTING))
 
 
+def fences_failed(plan: Plan, rank: int, state: RankState) -> tuple[Wait, ...]:
+    """The fences at which a rank that leaves arrives as failed: all that it has not passed."""
+    if Defect.LATE_ABORT in plan.defects:
+        steps = program(plan, rank, state.stage)
+        return tuple(item for item in steps if isinstance(item, Wait))
+    return fences_left(plan, rank, state)
+
+
 def _fail_rest(
     plan: Plan, fences: tuple[FenceState, ...], rank: int, state: RankState
 ) -> tuple[FenceState, ...]:
     """The fences after `rank` arrived as failed at all that it has not passed."""
-    for wait in fences_left(plan, rank, state):
-        found = next(
-            (
-                kept
-                for kept in fences
-                if kept[:4] == (state.epoch, state.stage, wait.scope, wait.fence)
-            ),
-            FenceState(state.epoch, state.stage, wait.scope, wait.fence),
-        )
-        if found.verdict is Verdict.SHUT:
+    for wait in fences_failed(plan, rank, state):
+        found = _find(plan, fences, state, wait)
+        if found.verdict is Verdict.SHUT or Defect.LATE_ABORT in plan.defects:
             fences = _put(fences, found._replace(arrived=0, verdict=Verdict.BROKEN))
     return fences
 
@@ -649,6 +692,8 @@ def _awaited(plan: Plan, ranks: tuple[RankState, ...], entry: FenceState) -> boo
 
 
 def _beyond(plan: Plan, rank: int, state: RankState, entry: FenceState) -> bool:
+    if Defect.KEY_REUSED in plan.defects:
+        return False
     if (state.epoch, state.stage) != (entry.epoch, entry.stage):
         return (state.epoch, state.stage) > (entry.epoch, entry.stage)
     return all(wait.fence != entry.fence for wait in fences_left(plan, rank, state))
@@ -664,7 +709,7 @@ def _absence(plan: Plan, system: System, rank: int) -> RankState:
 def _unnoticed(plan: Plan, system: System, rank: int) -> bool:
     state = _absence(plan, system, rank)
     for wait in fences_left(plan, rank, state):
-        found = _find(system, state, wait)
+        found = _find(plan, system.fences, state, wait)
         if found.verdict is Verdict.SHUT and _awaited(plan, system.ranks, found):
             return True
     return False
@@ -740,7 +785,7 @@ def _deadline(plan: Plan, system: System, rank: int) -> System:
     state = system.ranks[rank]
     here = next_step(plan, rank, state)
     assert isinstance(here, Wait)
-    found = _find(system, state, here)
+    found = _find(plan, system.fences, state, here)
     if found.verdict is Verdict.SHUT:
         found = found._replace(arrived=0, verdict=Verdict.BROKEN)
     return system._replace(fences=_put(system.fences, found))

@@ -7,6 +7,7 @@ option again. The digest covers all of it and travels with every arrival and eve
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 from phasesync.core import wire
@@ -42,6 +43,7 @@ __all__ = (
     "PLAN",
     "STOPPED",
     "Act",
+    "Defect",
     "Plan",
     "Scope",
     "Step",
@@ -56,6 +58,15 @@ __all__ = (
 #: The implicit world fences: before the first epoch of an attempt, and before a recovery.
 PLAN = FenceName("plan")
 STOPPED = FenceName("stopped")
+
+
+class Defect(StrEnum):
+    """A mistake of a runtime, planted in a plan to see whether the checker finds it."""
+
+    ABORT_TAKES = "abort takes memory back"
+    ABORT_RELEASES = "abort releases memory"
+    LATE_ABORT = "abort after opening"
+    KEY_REUSED = "key reused in the next epoch"
 
 
 class Touch(NamedTuple):
@@ -126,6 +137,7 @@ class Plan:
     never: tuple[Together, ...]
     digest: Digest
     world: int = field(default=0)
+    defects: frozenset[Defect] = frozenset()
 
     def index(self, rank: Rank) -> int:
         """Where `rank` stands in `members`.

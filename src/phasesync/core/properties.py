@@ -18,13 +18,15 @@ from phasesync.core.kernel import (
     Mapped,
     Status,
     System,
+    Verdict,
+    abort_touches,
     content_of,
     mapped_of,
     next_step,
 )
-from phasesync.core.model import Device, Rank, ResourceName
+from phasesync.core.model import Device, Phase, Rank, ResourceName
 from phasesync.core.plan import Act, Plan, Touch
-from phasesync.core.protocol import Verb
+from phasesync.core.protocol import Retry, Verb
 
 __all__ = ("Violation", "raced", "together", "violations", "wanted")
 
@@ -109,10 +111,14 @@ def together(
 
 def violations(plan: Plan, before: System, event: Event, after: System) -> tuple[Violation, ...]:
     """Everything that `event` breaks; the checker asks after each step."""
-    if event.kind not in (Kind.START, Kind.END, Kind.FAIL, Kind.LAND):
-        return ()
     who = plan.members[event.rank]
     state = before.ranks[event.rank]
+    if event.kind in (Kind.FAIL, Kind.ABORT, Kind.NOTICE, Kind.DEADLINE):
+        withdrawn = tuple(_withdrawn(plan, who, before, after))
+        if withdrawn or event.kind is not Kind.FAIL:
+            return withdrawn + tuple(_aborting(plan, event.rank, before, after, event.kind))
+    if event.kind not in _ON_MEMORY:
+        return ()
     act = next_step(plan, event.rank, state)
     assert isinstance(act, Act)
     found: list[Violation] = []
@@ -124,6 +130,38 @@ def violations(plan: Plan, before: System, event: Event, after: System) -> tuple
     if devices:
         found += together(plan, who, after.cells, devices)
     return tuple(found)
+
+
+_ON_MEMORY = frozenset((Kind.START, Kind.END, Kind.FAIL, Kind.LAND))
+
+
+def _withdrawn(plan: Plan, who: Rank, before: System, after: System) -> Iterator[Violation]:
+    """Fences that were open and are broken now: what is decided stays."""
+    opened = {entry[:4] for entry in before.fences if entry.verdict is Verdict.OPEN}
+    for entry in after.fences:
+        if entry.verdict is Verdict.BROKEN and entry[:4] in opened:
+            yield Violation(
+                property="fence",
+                device=plan.devices[0],
+                resources=(),
+                rank=who,
+                says=f"fence {entry.fence} was open and is broken",
+            )
+
+
+def _aborting(
+    plan: Plan, rank: int, before: System, after: System, kind: Kind
+) -> Iterator[Violation]:
+    """Memory that an abort touched though somebody uses it, or that is too much with it."""
+    if kind is not Kind.ABORT:
+        return
+    who = plan.members[rank]
+    touches = abort_touches(plan, rank, before.ranks[rank])
+    if touches:
+        act = Act(Phase("abort"), touches, False, False, False, Retry.NEVER, None)
+        yield from raced(plan, who, act, in_progress(plan, before, rank))
+        width = len(plan.protocol.resources)
+        yield from together(plan, who, after.cells, {touch.cell // width for touch in touches})
 
 
 _BUSY = frozenset((Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
