@@ -64,6 +64,8 @@ class Conformance:
         self._held_by: dict[int, tuple[int, int]] = {}
         self._findings: list[Finding] = []
         self._told: set[tuple[Any, ...]] = set()
+        self._vouched_for: set[tuple[str, int]] = set()
+        self._members: dict[str, tuple[int, ...]] = {}
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -207,18 +209,16 @@ class Conformance:
     ) -> None:
         """Whoever passes must be able to show that every member's journal has its arrival."""
         assert self._plan is not None
-        found = next((item for item in self._plan.scopes if item.name == scope), None)
-        if found is None or seen.state.stage is Stage.RECOVER:
+        key = (scope, generation)
+        if key in self._vouched_for or seen.state.stage is Stage.RECOVER:
             return
+        self._vouched_for.add(key)
         absent = [
             member
-            for member in found.members
-            if (scope, generation) not in self._ranks[member].arrived
-            and self._ranks[member].line != self._ranks[who].line
-            and self._ranks[member].host
+            for member in self._members.get(scope, ())
+            if key not in self._ranks[member].arrived and self._ranks[member].host
         ]
-        if absent and ("vouch", scope, generation) not in self._told:
-            self._told.add(("vouch", scope, generation))
+        if absent:
             names = ", ".join(str(self._plan.members[member]) for member in absent[:4])
             self._findings.append(
                 Finding(

@@ -135,6 +135,7 @@ class Plan:
     content: tuple[bool, ...]
     owner: tuple[Rank, ...]
     never: tuple[Together, ...]
+    never_on: tuple[tuple[Together, ...], ...]
     digest: Digest
     world: int = field(default=0)
     defects: frozenset[Defect] = frozenset()
@@ -258,6 +259,7 @@ class _Resolver:
             if role.passive
             for number in range(self._count(role.name, role.per))
         )
+        never = self._together()
         digest = Digest(
             wire.sha256(
                 {
@@ -287,7 +289,8 @@ class _Resolver:
             start=tuple(self._true(decl.start, absent=False) for _, decl in cells),
             content=tuple(decl.content for _, decl in cells),
             owner=tuple(self._owner(device, decl.owner) for device, decl in cells),
-            never=tuple(self._together()),
+            never=tuple(pair for pairs in never for pair in pairs),
+            never_on=never,
             digest=digest,
         )
 
@@ -334,19 +337,21 @@ class _Resolver:
     def _true(self, condition: Condition | None, *, absent: bool) -> bool:
         return absent if condition is None else bool(evaluate(condition, self.options))
 
-    def _together(self) -> list[Together]:
-        return [
-            Together(
-                device,
-                tuple(
-                    device * len(self.resources) + self.resources[name]
-                    for name in invariant.resources
-                ),
-                invariant.resources,
+    def _together(self) -> tuple[tuple[Together, ...], ...]:
+        """What `never` forbids, device by device."""
+        found = self._invariants(InvariantKind.NEVER)
+        width = len(self.resources)
+        return tuple(
+            tuple(
+                Together(
+                    device,
+                    tuple(device * width + self.resources[name] for name in each.resources),
+                    each.resources,
+                )
+                for each in found
             )
-            for invariant in self._invariants(InvariantKind.NEVER)
             for device in range(len(self.devices))
-        ]
+        )
 
     def _invariants(self, kind: InvariantKind) -> list[Invariant]:
         return [

@@ -94,9 +94,8 @@ def together(
     plan: Plan, who: Rank, cells: Sequence[int] | Mapping[int, int], devices: set[int] | None = None
 ) -> Iterator[Violation]:
     """Resources that are mapped together on a device though `never` forbids it."""
-    for pair in plan.never:
-        if devices is not None and pair.device not in devices:
-            continue
+    where = range(len(plan.devices)) if devices is None else sorted(devices)
+    for pair in (pair for device in where for pair in plan.never_on[device]):
         if all(cells[number] & 3 != Mapped.NO for number in pair.cells):
             holders = tuple(dict.fromkeys(plan.owner[number] for number in pair.cells))
             yield Violation(
