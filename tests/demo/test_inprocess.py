@@ -1,0 +1,57 @@
+"""The demo in one process: it holds with the fence and cannot hold without."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.demo.demos import played
+
+
+def test_three_epochs_serve_what_was_trained(tmp_path: Path) -> None:
+    demo = played(tmp_path, backend="inprocess")
+    assert demo.code == 0, demo.shown
+    proofs = demo.of("phase.progress", phase="serve")
+    assert len(proofs) == 3 * 4
+    for epoch in (1, 2, 3):
+        said = {line["checksum"] for line in proofs if line["epoch"] == epoch}
+        assert len(said) == 1, "all ranks of all replicas hold the same model"
+    assert len({line["checksum"] for line in proofs}) == 3, "every epoch says something new"
+    losses = [line["loss"] for line in demo.of("phase.progress", phase="train") if "loss" in line]
+    assert max(losses[-4:]) < min(losses[:4]), "it learns"
+
+
+def test_basic_holds_too(tmp_path: Path) -> None:
+    demo = played(tmp_path, backend="inprocess", protocol="basic", epochs=2, ranks=2)
+    assert demo.code == 0, demo.shown
+    assert len(demo.of("phase.progress", phase="rollout", outputs=768)) == 2
+
+
+def test_with_the_fence_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
+    demo = played(tmp_path, backend="inprocess", ranks=2, epochs=1, slow="1")
+    assert demo.code == 0, demo.shown
+    waits = [row for row in demo.screen if row.startswith("waited for: ")]
+    assert waits[0].startswith("waited for: trainer/1, ")
+    assert "longest at memory_released" in waits[0]
+
+
+def test_a_slow_engine_makes_its_leader_waited_for(tmp_path: Path) -> None:
+    demo = played(tmp_path, backend="inprocess", ranks=2, epochs=1, slow="engine/0")
+    assert demo.code == 0, demo.shown
+    waits = [row for row in demo.screen if row.startswith("waited for: ")]
+    assert waits[0].startswith("waited for: trainer/0, ")
+    assert "longest at ready_to_serve" in waits[0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_the_fence_kv_never_fits(seed: int, tmp_path: Path) -> None:
+    demo = played(tmp_path, backend="inprocess", ranks=2, break_fence=True, seed=seed)
+    assert demo.code == 1
+    (refused,) = demo.of("phase.fail", phase="resume_kv")
+    assert refused["error_type"] == "DeviceOutOfMemory"
+    assert "/cpu1 is out of memory: engine/0 asks for kv_cache" in refused["error"]
+    assert "held: trainer/1 trainer_params" in refused["error"]
+    verdict = next(row for row in demo.screen if row.startswith("R-FENCE"))
+    assert verdict.startswith("R-FENCE, guilty trainer/0: trainer/0 started 'resume_kv' on device")
+    told = " ".join(demo.screen)
+    assert "/cpu1: " in told
+    assert "held by trainer/1" in told
