@@ -1,0 +1,118 @@
+"""The command line as people and programs meet it: output, one-line errors, exit codes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+import pytest
+
+from phasesync import __version__
+from phasesync.cli import main
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    def call(*arguments: str) -> Said:
+        with pytest.raises(SystemExit) as caught:
+            main(list(arguments))
+        out, err = capsys.readouterr()
+        assert isinstance(caught.value.code, int)
+        return Said(caught.value.code, out, err)
+
+    return call
+
+
+Run = Callable[..., Said]
+
+
+def test_version_and_help(run: Run) -> None:
+    assert run("--version") == (0, f"phasesync, version {__version__}\n", "")
+    said = run("--help")
+    assert said.code == 0
+    assert "demo" in said.out
+
+
+def test_protocols_and_show(run: Run) -> None:
+    said = run("protocols")
+    assert said.code == 0
+    assert said.out.startswith("basic ")
+    names = [each["name"] for each in orjson.loads(run("protocols", "--json").out)]
+    assert {"basic", "colocated"} <= set(names)
+    assert "memory_released" in run("show", "colocated").out
+    assert orjson.loads(run("show", "basic", "--json").out)["name"] == "basic"
+
+
+@pytest.mark.parametrize(
+    ("form", "starts"),
+    [("text", "basic\n"), ("mermaid", "flowchart"), ("dot", "digraph"), ("svg", "<svg")],
+)
+def test_graph(run: Run, form: str, starts: str) -> None:
+    said = run("graph", "basic", "--format", form)
+    assert said.code == 0
+    assert said.out.startswith(starts)
+
+
+def test_diff_says_what_changes(run: Run) -> None:
+    assert run("diff", "basic", "basic") == (0, "no difference in meaning\n", "")
+    said = run("diff", "basic", "colocated")
+    assert said.code == 1
+    assert "+ option param_offload" in said.out
+    assert orjson.loads(run("diff", "basic", "basic", "--json").out) == []
+
+
+def test_init_then_lint(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = run("init", "mine", "--from", "colocated")
+    assert said.code == 0
+    assert "phasesync lint mine.yaml" in said.out
+    assert run("lint", "mine.yaml").code == 0
+    assert "protocol: mine" in (tmp_path / "mine.yaml").read_text()
+    again = run("init", "mine")
+    assert (again.code, again.err.count("\n")) == (2, 1)
+    assert "mine.yaml exists" in again.err
+
+
+def test_lint_names_the_place(run: Run, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("phasesync: 1\nprotocol: bad\nphases:\n  - sink: {usez: params}\n")
+    said = run("lint", str(bad))
+    assert said.code == 2
+    assert f"{bad}:4:" in said.out
+    found = orjson.loads(run("lint", str(bad), "--json").out)
+    assert all(each["severity"] == "error" for each in found)
+    assert {each["line"] for each in found} >= {4}
+
+
+def test_doctor_tries_what_it_says(run: Run) -> None:
+    found = {each["what"]: each for each in orjson.loads(run("doctor", "--json").out)}
+    assert found["python"]["state"] == "ok"
+    assert found["protocols"]["state"] == "ok"
+    assert found["store fence"]["state"] in ("ok", "missing")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["shwo"], "No such command 'shwo'. Did you mean 'show'?"),
+        (["show"], "Missing argument 'PROTOCOL'"),
+        (["show", "colocatd"], "no such file or shipped protocol"),
+        (["graph", "basic", "--format", "gif"], "formats are: mermaid, dot, text, svg"),
+        (["lint", "--nope", "basic"], "No such option"),
+        (["init", "a b"], "cannot name a protocol"),
+        (["diff", "basic"], "Missing argument 'TWO'"),
+        (["demo", "--ranks", "three"], "'three' is not a valid integer"),
+    ],
+)
+def test_a_mistake_gets_one_line(run: Run, arguments: list[str], says: str) -> None:
+    said = run(*arguments)
+    assert said.code == 2
+    assert says in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
