@@ -52,8 +52,6 @@ async def train(worker: Worker, rank: int, ranks: int, steps: int) -> None:
                 raise SystemExit(failed.EXIT_CODE) from failed
 
 
-# README's lines end here.
-
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     me = int(os.environ["RANK"])

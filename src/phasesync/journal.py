@@ -23,7 +23,15 @@ from phasesync.core import wire
 from phasesync.core.model import Rank
 from phasesync.errors import PlanError
 
-__all__ = ("ERROR_BYTES_MAX", "FORMAT", "FSYNC", "Journal", "JournalWarning", "line_cut")
+__all__ = (
+    "ERROR_BYTES_MAX",
+    "FORMAT",
+    "FSYNC",
+    "Journal",
+    "JournalWarning",
+    "check_run",
+    "line_cut",
+)
 
 FORMAT = 1
 FSYNC = ("none", "epoch", "line")
@@ -125,8 +133,7 @@ class Journal:
     ) -> None:
         if fsync not in FSYNC:
             raise PlanError(f"fsync is {fsync!r}; it must be one of: {', '.join(FSYNC)}")
-        if not run or "/" in run or run in (".", "..") or "\0" in run:
-            raise PlanError(f"run {run!r} cannot name a folder; use letters, digits, '-' and '.'")
+        check_run(run)
         path = Path(runs) / run / f"{rank.role}-{rank.number}.{incarnation}.jsonl"
         self._file = _File(path, fsync=fsync == "line")
         self._epochs = fsync == "epoch"
@@ -162,6 +169,13 @@ class Journal:
     def seq(self) -> int:
         """The number that the next line will have."""
         return self._seq
+
+    def name_run(self, run: str) -> None:
+        """Give the run its name, before the first line is written."""
+        assert not self._seq, "the run has its name"
+        check_run(run)
+        self._file.path = self._file.path.parent.parent / run / self._file.path.name
+        self._common["run"] = run
 
     def bind(self, **fields: Any) -> None:
         """Put `fields` on every line from now on."""
@@ -208,6 +222,16 @@ class Journal:
             line["error"] = line_cut(line["error"])
         self._seq += 1
         return line
+
+
+def check_run(run: str) -> None:
+    """Refuse what cannot be the name of a folder.
+
+    Raises:
+        PlanError: it says what may be.
+    """
+    if not run or "/" in run or run in (".", "..") or "\0" in run:
+        raise PlanError(f"run {run!r} cannot name a folder; use letters, digits, '-' and '.'")
 
 
 def _render(_logger: object, _name: str, entry: Mapping[str, Any]) -> bytes:

@@ -45,7 +45,8 @@ def runner(tmp_path: Path, **more: Any) -> RankRunner:
 
 
 def lines(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    text = (folder / "run" / f"trainer-{rank}.0.jsonl").read_bytes()
+    (path,) = folder.glob(f"run-*/trainer-{rank}.0.jsonl")
+    text = path.read_bytes()
     return [orjson.loads(line) for line in text.splitlines()]
 
 

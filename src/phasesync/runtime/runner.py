@@ -70,7 +70,8 @@ class RankRunner:
     blocking ones get a thread of their own. `outside` phases without an action are the caller's:
     they are recorded, and so are fences `joined: outside` when `caller_joins` is set. `fences` is
     a fence transport or a `torch.distributed` store; without one the run has one process, and
-    waits for nobody.
+    waits for nobody. A run without a name is called after the start of its store, so that each
+    job has a folder of its own.
 
     Raises:
         PlanError: the arguments do not make a plan, or a phase has no action.
@@ -112,7 +113,9 @@ class RankRunner:
         self._machine = RankMachine(self.plan, self._index)
         self._phases_s: dict[str, float] = {}
         self._busy = self._open = False
-        self.run = run or os.environ.get("PHASESYNC_RUN") or "run"
+        given = run or os.environ.get("PHASESYNC_RUN")
+        self.run = given or "run"
+        self._is_named = given is not None
         self.attempt = int(os.environ.get("PHASESYNC_ATTEMPT", "0")) if attempt is None else attempt
         self._claim = (self.run, self.attempt, self.rank)
         self.journal = Journal(
@@ -177,9 +180,11 @@ class RankRunner:
                 f"{self.attempt}); close it before another one is made"
             )
         _RUNNING.add(self._claim)
-        self.journal.write("rank.start", digest=self.plan.digest)
         try:
             await self._fences.transport.connect()
+            if not self._is_named:
+                self.journal.name_run(f"run-{getattr(self._fences.transport, 'boot', None) or 0}")
+            self.journal.write("rank.start", digest=self.plan.digest)
             await self._agree()
         except BaseException as error:
             await self.close(error)
