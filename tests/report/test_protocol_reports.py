@@ -13,7 +13,8 @@ from phasesync.core.protocol import FenceDecl, PhaseDecl, Protocol
 from phasesync.report import compare, graph, protocols
 
 EXPECTED = Path(__file__).parent / "expected"
-SHIPPED = {name: spec.load(name) for name in spec.shipped()}
+RIGHT = Path(__file__).parents[1] / "spec" / "right"
+SHOWN = {path.stem: spec.load(path) for path in RIGHT.glob("*.yaml")}
 ENDINGS = {"mermaid": "mmd", "dot": "dot", "text": "txt", "svg": "svg"}
 
 
@@ -25,20 +26,20 @@ def stored(name: str, now: str) -> str:
 
 
 @pytest.mark.parametrize("form", sorted(graph.FORMATS))
-@pytest.mark.parametrize("name", sorted(SHIPPED))
+@pytest.mark.parametrize("name", sorted(SHOWN))
 def test_a_picture(name: str, form: str) -> None:
-    now = graph.draw(SHIPPED[name], form)
+    now = graph.draw(SHOWN[name], form)
     assert now == stored(f"{name}.{ENDINGS[form]}", now)
-    for step in SHIPPED[name].steps:
+    for step in SHOWN[name].steps:
         assert step.name in now
 
 
-@pytest.mark.parametrize("name", sorted(SHIPPED))
+@pytest.mark.parametrize("name", sorted(SHOWN))
 def test_the_svg_is_xml_and_stays_in_its_frame(name: str) -> None:
-    root = ET.fromstring(graph.draw(SHIPPED[name], "svg"))
+    root = ET.fromstring(graph.draw(SHOWN[name], "svg"))
     wide, high = float(root.attrib["width"]), float(root.attrib["height"])
     boxes = [each.attrib for each in root.iter("{http://www.w3.org/2000/svg}rect")]
-    assert len(boxes) == 1 + len(SHIPPED[name].steps)
+    assert len(boxes) == 1 + len(SHOWN[name].steps)
     for box in boxes:
         assert float(box.get("x", 0)) + float(box["width"]) <= wide
         assert float(box.get("y", 0)) + float(box["height"]) <= high
@@ -78,21 +79,21 @@ def test_a_fence_of_the_world_is_drawn_once_for_all_roles() -> None:
     assert len(ys) == 1
 
 
-@pytest.mark.parametrize("name", sorted(SHIPPED))
+@pytest.mark.parametrize("name", sorted(SHOWN))
 def test_what_is_promised(name: str) -> None:
-    found = protocols.overview(SHIPPED[name])
+    found = protocols.overview(SHOWN[name])
     now = protocols.as_text(found)
     assert now == stored(f"{name}.show.txt", now)
     assert max(map(len, now.splitlines())) <= 80
     assert all(fence.apart for fence in found.fences)
     plain = wire.decode(wire.encode(protocols.as_json(found)))
     assert plain["name"] == name
-    assert set(plain["run"]) | set(plain["outside"]) == {p.name for p in SHIPPED[name].phases}
+    assert set(plain["run"]) | set(plain["outside"]) == {p.name for p in SHOWN[name].phases}
 
 
 def test_the_listing() -> None:
-    lines = protocols.listing(tuple(SHIPPED.values())).splitlines()
-    assert [line.split()[0] for line in lines] == list(spec.shipped())
+    lines = protocols.listing(tuple(SHOWN.values())).splitlines()
+    assert [line.split()[0] for line in lines] == list(SHOWN)
 
 
 def edited(protocol: Protocol) -> Protocol:
@@ -116,7 +117,7 @@ def edited(protocol: Protocol) -> Protocol:
 
 
 def test_what_differs() -> None:
-    protocol = SHIPPED["colocated"]
+    protocol = SHOWN["colocated"]
     changes = compare.compare(protocol, edited(protocol))
     now = compare.as_text(changes)
     assert now == stored("diff.txt", now)

@@ -13,6 +13,7 @@ from phasesync.lint import lint
 HERE = Path(__file__).parent
 STORY = HERE / "wrong.story"
 FILES = HERE / "wrong"
+RIGHT = HERE / "right"
 CASE = re.compile(r"(?P<base>\w+): `(?P<old>.+)` -> `(?P<new>.*)`")
 
 
@@ -31,7 +32,7 @@ def edited(line: str) -> str:
     case = CASE.fullmatch(line)
     assert case is not None, line
     old, new = (case[key].replace("\\n", "\n") for key in ("old", "new"))
-    text = spec.find(case["base"]).read_text("utf-8")
+    text = (RIGHT / f"{case['base']}.yaml").read_text("utf-8")
     assert text.count(old) >= 1, f"{old!r} is not in {case['base']}"
     return text.replace(old, new, 1)
 

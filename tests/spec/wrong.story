@@ -1,4 +1,4 @@
-# Each case is a shipped protocol with one edit, and what is said of it.
+# Each case is a file of right/ with one edit, and what is said of it.
 # REWRITE=1 pytest tests/spec/test_wrong.py writes the indented lines anew; read the diff.
 
 ## Words

@@ -7,15 +7,16 @@ is a mistake; it is found here, before anything is evaluated.
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from itertools import islice, product
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 from phasesync.core.condition import And, Compare, Condition, Literal, Member, Name, Not, Or, names
 from phasesync.core.model import OptionValue
 from phasesync.core.protocol import OptionDecl, Protocol
 
-__all__ = ("Doubt", "Options", "assignments", "doubt", "suggest", "values")
+__all__ = ("Doubt", "Options", "assignments", "conditions", "count", "doubt", "suggest", "values")
 
-ASSIGNMENTS_MAX = 4096
+ASSIGNMENTS_MAX = 1024
 _ORDERED = ("<", "<=", ">", ">=")
 
 Options: TypeAlias = Mapping[str, OptionDecl]
@@ -148,9 +149,11 @@ def _landmarks(protocol: Protocol, option: OptionDecl) -> set[int]:
     near = {option.least, option.most} - {None}
     if any(group.size == option.name for group in protocol.groups):
         near |= {1, 2}
+    defaults = {each.name: each.default for each in protocol.options if each.type == "int"}
     for condition in conditions(protocol):
         if option.name in names(condition):
-            near |= {n + d for n in _numbers(condition) for d in (-1, 0, 1)}
+            others = {n for name, n in defaults.items() if name in names(condition)}
+            near |= {int(n) + d for n in _numbers(condition) | others for d in (-1, 0, 1)}
     return {number for number in near if number is not None}
 
 
@@ -183,8 +186,16 @@ def conditions(protocol: Protocol) -> Iterator[Condition]:
             yield invariant.when
 
 
+def count(protocol: Protocol) -> int:
+    """How many assignments of the options can make a difference."""
+    return prod(len(values(protocol, option)) for option in protocol.options)
+
+
 def assignments(protocol: Protocol) -> tuple[dict[str, OptionValue], ...]:
-    """Every assignment of the options that can make a difference, the defaults first."""
+    """Every assignment of the options that can make a difference, the defaults first.
+
+    The first ASSIGNMENTS_MAX of them; `count` says how many there are.
+    """
     names_: list[str] = [option.name for option in protocol.options]
     spans = [values(protocol, option) for option in protocol.options]
     return tuple(

@@ -46,6 +46,7 @@ def _found(protocol: Protocol) -> Findings:
 def _doubts(protocol: Protocol) -> Findings:
     views = [View(protocol, chosen, protocol.steps) for chosen in assignments(protocol)]
     yield from idle_rules(protocol, views)
+    views = list({view.shape: view for view in reversed(views)}.values())[::-1]
     fences = [found for view in views for found in fence_rules(view)]
     order = [found for view in views for found in order_rules(view)]
     yield from (*fences, *order)

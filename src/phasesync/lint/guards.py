@@ -27,7 +27,8 @@ class Guard:
 def guards(protocol: Protocol) -> tuple[Guard, ...]:
     """What each fence of an epoch keeps apart, under any options, in the order of the epoch."""
     found: dict[Guard, None] = {}
-    views = [View(protocol, chosen, protocol.steps) for chosen in assignments(protocol)]
+    every = (View(protocol, chosen, protocol.steps) for chosen in assignments(protocol))
+    views = tuple({view.shape: view for view in every}.values())
     open_anyway = {each.phases for view in views for each in order_rules(view)}
     for fence in protocol.fences:
         left = tuple(step for step in protocol.steps if step.name != fence.name)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from phasesync.core.condition import names
-from phasesync.core.options import ASSIGNMENTS_MAX, conditions
+from phasesync.core.options import ASSIGNMENTS_MAX, conditions, count
 from phasesync.core.protocol import (
     FenceDecl,
     Invariant,
@@ -37,11 +37,16 @@ def step_rules(protocol: Protocol) -> Findings:
 def idle_rules(protocol: Protocol, views: Iterable[View]) -> Findings:
     """What no assignment of the options brings to life."""
     seen = list(views)
-    if len(seen) < ASSIGNMENTS_MAX:
+    if count(protocol) <= ASSIGNMENTS_MAX:
         for step in (*protocol.steps, *protocol.recover):
             yield from _turns(protocol, step, [view.true(step.when, absent=True) for view in seen])
         for invariant in protocol.invariants:
             yield from _idle_never(protocol, invariant, seen)
+    else:
+        wrong = f"the options have {count(protocol)} assignments; lint looked at {ASSIGNMENTS_MAX}"
+        right = "use fewer options, or check the assignments that you run"
+        place = protocol.options[0].place
+        yield _finding(protocol, place, wrong, right, Severity.WARNING)
     yield from _unused(protocol)
 
 

@@ -73,6 +73,17 @@ class View:
             if self.options[option.name] != option.default
         )
 
+    @cached_property
+    def shape(self) -> tuple[object, ...]:
+        """All that the options decide; views of one shape have the same findings."""
+        return (
+            tuple(step.name for step in self.steps),
+            tuple((group.name, self.size(group.name)) for group in self.protocol.groups),
+            tuple(self.starts_mapped(each.name) for each in self.protocol.resources),
+            tuple(self.scope(step) for step in self.steps if isinstance(step, FenceDecl)),
+            self.never,
+        )
+
     def true(self, condition: Condition | None, *, absent: bool) -> bool:
         return absent if condition is None else bool(evaluate(condition, self.options))
 
