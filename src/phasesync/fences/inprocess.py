@@ -28,20 +28,21 @@ class InProcessFences:
     """The fences of one run in one event loop; `endpoint` gives each rank its own."""
 
     def __init__(self) -> None:
+        self.boot = secrets.token_hex(8)
         self._hub = Hub()
 
     def endpoint(self, rank: Rank, incarnation: int = 0) -> "InProcessEndpoint":
         """The transport of one rank. A new incarnation is no longer lost."""
         self._hub.come_back(rank, incarnation)
-        return InProcessEndpoint(self._hub, rank)
+        return InProcessEndpoint(self._hub, rank, self.boot)
 
 
 class InProcessEndpoint:
     """One rank's transport (see `fences.base.FenceTransport`)."""
 
-    def __init__(self, hub: Hub, rank: Rank) -> None:
+    def __init__(self, hub: Hub, rank: Rank, boot: str) -> None:
         self.rank = rank
-        self.boot = hub.boot
+        self.boot = boot
         self._hub = hub
         self._closed = False
 
