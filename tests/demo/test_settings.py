@@ -73,7 +73,7 @@ def test_the_wait_is_gone_and_its_preconditions_are_kept(name: str) -> None:
     assert [step.name for step in after.steps] == [
         step.name for step in before.steps if step.name != "memory_released"
     ]
-    alone = {step.name: step.enqueued for step in after.steps if isinstance(step, PhaseDecl)}
+    alone = {str(step.name): step.enqueued for step in after.steps if isinstance(step, PhaseDecl)}
     assert not alone["offload"]
     assert not alone["empty_cache"]
     assert after.resources == before.resources

@@ -58,7 +58,7 @@ class Engine:
         self.version = 0
         self._devices = devices
         self._sizes = {KV: script.sizes.kv, WEIGHTS: script.sizes.weights}
-        self._slow_s = script.slow_s if script.slow == rank else 0.0
+        self._slow_s = script.slow_s.get(rank, 0.0)
         self._one = threading.Lock()
         for what in script.resident:
             self.map(what)

@@ -3,14 +3,14 @@
 Everything a user can get wrong is refused here, in one line, before a process is started.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from phasesync.core.model import Rank
+from phasesync.core.model import GroupName, Rank
 from phasesync.core.plan import Act, Plan, resolve
 from phasesync.core.protocol import Protocol
 from phasesync.demo.budget import MIB
@@ -100,7 +100,7 @@ class Script:
     epochs: int
     broken: bool
     slow: Rank | None
-    slow_s: float
+    slow_s: Mapping[Rank, float]
     kill: Kill | None
 
     @property
@@ -121,7 +121,7 @@ class Script:
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each replica, by number."""
-        return next(parts for name, parts in self.plan.groups if name == "replica")
+        return dict(self.plan.groups)[GroupName("replica")]
 
     def replica_of(self, rank: Rank) -> int:
         return next(at for at, part in enumerate(self.replicas) if rank.number in part)
@@ -146,7 +146,8 @@ def script_of(settings: DemoSettings, *, run: str, runs: Path, host: str) -> Scr
         text = without_wait(settings.protocol, FENCE)
     protocol = loads(text, f"{run}/{PROTOCOL_FILE}")
     plan = resolve(protocol, settings.ranks)
-    slow = settings.slow or ("1" if settings.break_fence else None)
+    named = settings.slow or ("1" if settings.break_fence else None)
+    slow = None if named is None else _rank("slow", named, plan)
     kill = None if settings.kill is None else _kill(settings, plan)
     return Script(
         protocol=protocol,
@@ -160,10 +161,27 @@ def script_of(settings: DemoSettings, *, run: str, runs: Path, host: str) -> Scr
         seed=settings.seed,
         epochs=settings.epochs,
         broken=settings.break_fence,
-        slow=None if slow is None else _rank("slow", slow, plan),
-        slow_s=SLOW_UNFENCED_S if settings.break_fence else SLOW_S,
+        slow=slow,
+        slow_s=_delays(plan, slow, broken=settings.break_fence),
         kill=kill,
     )
+
+
+def _delays(plan: Plan, slow: Rank | None, *, broken: bool) -> dict[Rank, float]:
+    """Who is slow, in seconds.
+
+    Without the fence any replica may fail. Where the slow rank is not, leaders come after their
+    peers, so that it is the slow rank's replica that fails.
+    """
+    if slow is None:
+        return {}
+    if not broken:
+        return {slow: SLOW_S}
+    parts = dict(plan.groups)[GroupName("replica")]
+    leaders = [
+        plan.members[part[0]] for part in parts if slow not in map(plan.members.__getitem__, part)
+    ]
+    return dict.fromkeys(leaders, SLOW_S) | {slow: SLOW_UNFENCED_S}
 
 
 def backend_of(name: str) -> Backend:

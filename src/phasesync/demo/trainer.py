@@ -111,7 +111,7 @@ class Trainer:
         async def directed(turn: Turn) -> None:
             if script.kill == (self.rank, step.phase, turn.epoch):
                 os.kill(os.getpid(), signal.SIGKILL)
-            if script.slow == self.rank and step.phase == SLOW_PHASE:
+            if step.phase == SLOW_PHASE:
                 await self._dawdle(turn)
             await action(self, turn)
             if not step.enqueued:
@@ -121,7 +121,7 @@ class Trainer:
 
     async def _dawdle(self, turn: Turn) -> None:
         """Be slow, in slices: whoever looks sees that this rank is alive."""
-        for _ in range(round(self._script.slow_s / SLICE_S)):
+        for _ in range(round(self._script.slow_s.get(self.rank, 0.0) / SLICE_S)):
             await asyncio.sleep(SLICE_S)
             turn.progress(slow=True)
 
