@@ -223,8 +223,7 @@ def hosted() -> Iterator[Host]:
 
 
 def end(process: Any) -> None:
-    if process.is_alive():
-        os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.join(10)
 
 

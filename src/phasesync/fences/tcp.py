@@ -1,0 +1,536 @@
+"""Fences through an asyncio coordinator: one connection a rank, two messages a fence.
+
+A dead rank is a closed connection. The coordinator belongs where no user code runs (a launcher,
+an actor): it answers only as fast as its event loop turns. It listens on the loopback
+interface unless told otherwise; the token keeps strangers out, but nothing is encrypted.
+"""
+
+import asyncio
+import hmac
+import logging
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from phasesync.core import wire
+from phasesync.core.fence import (
+    Lost,
+    cancelled,
+    cause_from_json,
+    cause_to_json,
+    decode_arrivals,
+    encode_arrival,
+    missing_of,
+    ranks_from_json,
+)
+from phasesync.core.fence_hub import Hub, Instance
+from phasesync.core.fence_messages import (
+    ANSWER_BYTES_MAX,
+    GREETING_BYTES,
+    REQUEST_BYTES_MAX,
+    Answer,
+    Framer,
+    FrameTooLong,
+    call_from_json,
+    call_to_json,
+    frame,
+    greeting,
+    members_hash,
+    verdict_bytes,
+)
+from phasesync.core.model import (
+    Arrival,
+    Broken,
+    FenceCall,
+    FenceVerdict,
+    Opened,
+    Rank,
+    RoleName,
+    RootCause,
+)
+from phasesync.errors import FenceBroken, PlanError, StaleArrival, StoreLost
+
+__all__ = ("TcpCoordinator", "TcpFences")
+
+GRACE_S = 1.0  # After a deadline the coordinator has so long to answer; then it is lost.
+ANSWER_S = 5.0  # What is no wait is answered within this, or the coordinator is lost.
+CONNECT_S = 30.0
+GREETING_S = 5.0  # Who has not greeted by then is cut.
+UNSENT_BYTES_MAX = 2 * ANSWER_BYTES_MAX  # Who does not read is cut.
+NO_REQUEST = 0  # Of what is told without waiting for the answer.
+KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
+
+log = logging.getLogger(__name__)
+
+
+def _keep_alive(transport: asyncio.BaseTransport) -> None:
+    """Let the kernel find out that the other host is gone: its silence closes nothing."""
+    end = transport.get_extra_info("socket")
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in KEEPALIVE:
+        if hasattr(socket, name):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+# --- The coordinator -------------------------------------------------------------------------
+
+
+class TcpCoordinator:
+    """Where the arrivals of all ranks come together."""
+
+    def __init__(self, *, token: str = "", host: str = "127.0.0.1", port: int = 0) -> None:
+        self.greeting = greeting(token)
+        self._host = host
+        self._port = port
+        self._server: asyncio.Server | None = None
+        self._peers: set[_Peer] = set()
+        self._hubs: dict[tuple[str, int], Hub] = {}
+        self._refused: set[str] = set()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, for `TcpFences`."""
+        return self._host, self._port
+
+    async def start(self) -> None:
+        """Listen; with port 0 on a free one."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(partial(_Peer, self), self._host, self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        """Cut all connections: whoever waits loses the transport."""
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+        for peer in list(self._peers):
+            peer.cut()
+
+    def hub(self, run: str, attempt: int) -> Hub:
+        return self._hubs.setdefault((run, attempt), Hub())
+
+    def joined(self, peer: "_Peer") -> None:
+        self._peers.add(peer)
+
+    def parted(self, peer: "_Peer") -> None:
+        """A connection ended; without a goodbye, and as the last of its rank, it is a death."""
+        self._peers.discard(peer)
+        if peer.run is None:
+            return
+        mates = [other for other in self._peers if other.run == peer.run]
+        if not mates:
+            self._hubs.pop(peer.run, None)
+        elif peer.rank is not None and not peer.said_goodbye:
+            same = (peer.rank, peer.incarnation)
+            if not any((mate.rank, mate.incarnation) == same for mate in mates):
+                cause = RootCause(kind="dead", ranks=(peer.rank,), error="its connection closed")
+                lost = Lost(rank=peer.rank, incarnation=peer.incarnation, cause=cause)
+                self.hub(*peer.run).lose(lost)
+
+    def refuse(self, who: str, why: str) -> None:
+        """Say it once for each host: a port scan must not fill the log."""
+        if who not in self._refused:
+            self._refused.add(who)
+            log.warning("refused a connection from %s: %s", who, why)
+
+
+class _Peer(asyncio.Protocol):
+    """One connection at the coordinator."""
+
+    def __init__(self, coordinator: TcpCoordinator) -> None:
+        self.rank: Rank | None = None
+        self.incarnation = 0
+        self.run: tuple[str, int] | None = None
+        self.said_goodbye = False
+        self._coordinator = coordinator
+        self._unknown = bytearray()
+        self._is_known = False
+        self._framer = Framer(REQUEST_BYTES_MAX)
+        self._members: dict[str, tuple[Rank, ...]] = {}
+        self._waits: dict[int, Callable[[], None]] = {}
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        _keep_alive(transport)
+        self._coordinator.joined(self)
+        self._loop = asyncio.get_running_loop()
+        self._greeting_timer = self._loop.call_later(GREETING_S, self._refuse, "it said nothing")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._greeting_timer.cancel()
+        for stop in list(self._waits.values()):
+            stop()
+        self._waits.clear()
+        self._coordinator.parted(self)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_known:
+            data = self._greeted(data)
+        try:
+            for body in self._framer.feed(data) if data else ():
+                what, *said = wire.decode(body)
+                REQUESTS[what](self, *said)
+        except FrameTooLong as error:
+            self._refuse(str(error))
+        except (wire.JsonError, LookupError, TypeError, ValueError) as error:
+            self._refuse(f"no request: {type(error).__name__}: {error}")
+
+    def cut(self) -> None:
+        self._transport.abort()
+
+    def _greeted(self, data: bytes) -> bytes:
+        """Compare the greeting; what came after it. Nothing is parsed before."""
+        self._unknown += data
+        if len(self._unknown) < GREETING_BYTES:
+            return b""
+        said = bytes(self._unknown[:GREETING_BYTES])
+        if not hmac.compare_digest(said, self._coordinator.greeting):
+            self._refuse("it does not know the token of this run")
+            return b""
+        self._is_known = True
+        self._greeting_timer.cancel()
+        rest = bytes(self._unknown[GREETING_BYTES:])
+        self._unknown.clear()
+        return rest
+
+    def _refuse(self, why: str) -> None:
+        peer = self._transport.get_extra_info("peername") or ("an unknown host",)
+        self._coordinator.refuse(str(peer[0]), why)
+        self.cut()
+
+    def _send(self, answer: Answer, said: bytes) -> None:
+        if self._transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+            self.cut()
+        elif not self._transport.is_closing():
+            self._transport.write(frame(answer.head(), said))
+
+    def _hub(self) -> Hub:
+        if self.run is None:
+            raise ValueError("it did not say which run it is of")
+        return self._coordinator.hub(*self.run)
+
+    def _call(self, said: Sequence[Any]) -> FenceCall:
+        if self.run is None:
+            raise ValueError("it did not say which run it is of")
+        return call_from_json(said, *self.run, self._members)
+
+    def hello(
+        self, request: int, rank: Sequence[Any] | None, incarnation: int, run: str, attempt: int
+    ) -> None:
+        self.run = (str(run), int(attempt))
+        if rank is not None:
+            self.rank = Rank(RoleName(str(rank[0])), int(rank[1]))
+            self.incarnation = int(incarnation)
+            self._hub().come_back(self.rank, self.incarnation)
+        self._done(request)
+
+    def members(self, digest: str, ranks: Sequence[Any]) -> None:
+        self._members[digest] = ranks_from_json(ranks)
+
+    def arrive(self, request: int, said: Sequence[Any], line: str) -> None:
+        call, arrival = self._call(said), _arrival(line)
+        instance = self._hub().arrive(call, arrival)
+        order = len(instance.arrivals)
+        timer = self._loop.call_later(call.deadline_s, self._hub().expire, instance, arrival.rank)
+        self._answer_when_decided(request, instance, arrival, order, timer)
+
+    def fail(self, request: int, said: Sequence[Any], line: str) -> None:
+        arrival = _arrival(line)
+        instance = self._hub().arrive(self._call(said), arrival)
+        self._answer_when_decided(request, instance, arrival, None, None)
+
+    def watch(self, request: int, said: Sequence[Any]) -> None:
+        instance = self._hub().instance(self._call(said))
+        self._answer_when_decided(request, instance, None, None, None)
+
+    def unwatch(self, request: int) -> None:
+        if stop := self._waits.pop(request, None):
+            stop()
+
+    def _answer_when_decided(
+        self,
+        request: int,
+        instance: Instance,
+        arrival: Arrival | None,
+        order: int | None,
+        timer: asyncio.TimerHandle | None,
+    ) -> None:
+        def hear(verdict: FenceVerdict) -> None:
+            self._waits.pop(request, None)
+            if timer is not None:
+                timer.cancel()
+            decided = arrival is not None and instance.decider == arrival.rank
+            judged = arrival is None or instance.judged(arrival)
+            said = _VERDICTS.text(instance, verdict, with_arrivals=decided)
+            self._send(Answer(request, order, judged, decided, None), said)
+
+        def stop() -> None:
+            instance.unhear(hear)
+            if timer is not None:
+                timer.cancel()
+
+        self._waits[request] = stop
+        instance.hear(hear)
+
+    def peek(self, request: int, said: Sequence[Any]) -> None:
+        instance = self._hub().find(self._call(said).key)
+        if instance is None or instance.verdict is None:
+            self._done(request)
+        else:
+            text = verdict_bytes(instance.verdict, with_arrivals=False)
+            self._send(Answer(request, None, True, False, None), text)
+
+    def missing(self, request: int, said: Sequence[Any]) -> None:
+        call = self._call(said)
+        instance = self._hub().find(call.key)
+        ranks = instance.missing() if instance else missing_of(call, ())
+        self._done(request, [list(rank) for rank in ranks])
+
+    def lost(self, request: int, cause: wire.Json, incarnation: int) -> None:
+        root = cause_from_json(cause)
+        for rank in root.ranks:
+            self._hub().lose(Lost(rank=rank, incarnation=int(incarnation), cause=root))
+        self._done(request)
+
+    def goodbye(self, request: int) -> None:
+        self.said_goodbye = True
+        self._done(request)
+
+    def _done(self, request: int, said: Any = None) -> None:
+        self._send(Answer(request, None, True, False, None), wire.encode(said))
+
+
+REQUESTS: Mapping[str, Callable[..., None]] = {
+    "hello": _Peer.hello,
+    "members": _Peer.members,
+    "arrive": _Peer.arrive,
+    "fail": _Peer.fail,
+    "watch": _Peer.watch,
+    "unwatch": _Peer.unwatch,
+    "peek": _Peer.peek,
+    "missing": _Peer.missing,
+    "lost": _Peer.lost,
+    "goodbye": _Peer.goodbye,
+}
+
+
+def _arrival(line: str) -> Arrival:
+    (arrival,) = decode_arrivals(line.encode())
+    return arrival
+
+
+class _LastVerdict:
+    """The text of the verdict that is being told: the same for all, so it is made once."""
+
+    def __init__(self) -> None:
+        self._of: FenceVerdict | None = None
+        self._text = b""
+
+    def text(self, instance: Instance, verdict: FenceVerdict, *, with_arrivals: bool) -> bytes:
+        carries = any(a.payload for a in verdict.arrivals) and isinstance(verdict, Opened)
+        if with_arrivals and not carries:
+            return verdict_bytes(verdict, with_arrivals=True)
+        if verdict is not self._of:
+            self._of, self._text = verdict, verdict_bytes(verdict, with_arrivals=carries)
+        return self._text
+
+
+_VERDICTS = _LastVerdict()
+
+
+# --- One rank's endpoint --------------------------------------------------------------------
+
+
+class TcpFences(asyncio.Protocol):
+    """A rank's connection to the coordinator (see `fences.base.FenceTransport`)."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        *,
+        rank: Rank | None,
+        run: str,
+        incarnation: int = 0,
+        attempt: int = 0,
+        token: str = "",
+    ) -> None:
+        self.rank = rank
+        self._address = address
+        self._run = (run, attempt)
+        self._incarnation = incarnation
+        self._greeting = greeting(token)
+        self._framer = Framer(ANSWER_BYTES_MAX)
+        self._requests = 0
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._sent_members: dict[tuple[Rank, ...], str] = {}
+        self._transport: asyncio.Transport | None = None
+        self._lost: StoreLost | None = StoreLost("connect() was not called")
+        self._gone = asyncio.Event()
+
+    @classmethod
+    def observer(
+        cls, address: tuple[str, int], *, run: str, attempt: int = 0, token: str = ""
+    ) -> "TcpFences":
+        """The endpoint of who watches processes and is no rank: it may only `report_lost`."""
+        return cls(address, rank=None, run=run, attempt=attempt, token=token)
+
+    async def connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._lost = None
+        host, port = self._address
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await loop.create_connection(lambda: self, host, port)
+        except (OSError, TimeoutError) as error:
+            self._lost = StoreLost(f"no coordinator at {host}:{port}: {error}")
+            raise self._lost from error
+        assert self._transport is not None
+        self._transport.write(self._greeting)
+        await self._ask("hello", self.rank and list(self.rank), self._incarnation, *self._run)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        _keep_alive(transport)
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        host, port = self._address
+        self._give_up(
+            f"the coordinator at {host}:{port} closed the connection ({error or 'no error'}); "
+            "it ended, or refused this rank: compare the run's token on both sides"
+        )
+        self._gone.set()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._framer.feed(data):
+                answer = Answer.decode(body)
+                waiting = self._waiting.pop(answer.request, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        except (FrameTooLong, wire.JsonError, TypeError, ValueError) as error:
+            self._give_up(f"the coordinator answered what is no answer: {error}")
+
+    async def arrive(self, call: FenceCall, arrival: Arrival) -> Opened:
+        request, waiting = self._request("arrive", self._said(call), _line(arrival))
+        loop = asyncio.get_running_loop()
+        guard = loop.call_later(call.deadline_s + GRACE_S, self._silent, call)
+        try:
+            answer = await waiting
+        except asyncio.CancelledError:
+            self._waiting.pop(request, None)
+            if self._lost is None:
+                said = _line(cancelled(call, arrival))
+                self._write("fail", NO_REQUEST, self._said(call), said)
+            raise
+        finally:
+            guard.cancel()
+        verdict = answer.verdict(call)
+        if isinstance(verdict, Broken):
+            raise FenceBroken(verdict)
+        if not answer.judged:
+            raise StaleArrival(
+                f"fence {call.fence!r} ({call.key.scope}, generation {call.key.generation}) "
+                f"was decided without this arrival of {self.rank}"
+            )
+        return verdict
+
+    async def fail(self, call: FenceCall, arrival: Arrival) -> Broken | Opened:
+        answer = await self._ask("fail", self._said(call), _line(arrival))
+        return answer.verdict(call)
+
+    async def watch(self, call: FenceCall) -> Broken | Opened:
+        request, waiting = self._request("watch", self._said(call))
+        try:
+            answer = await waiting
+        except asyncio.CancelledError:
+            self._waiting.pop(request, None)
+            if self._lost is None:
+                self._write("unwatch", request)
+            raise
+        return answer.verdict(call)
+
+    async def peek(self, call: FenceCall) -> Broken | Opened | None:
+        answer = await self._ask("peek", self._said(call))
+        return None if answer.said is None else answer.verdict(call)
+
+    async def missing(self, call: FenceCall) -> tuple[Rank, ...]:
+        answer = await self._ask("missing", self._said(call))
+        return ranks_from_json(answer.said)
+
+    async def report_lost(self, cause: RootCause, *, incarnation: int) -> None:
+        await self._ask("lost", cause_to_json(cause), incarnation)
+
+    async def close(self) -> None:
+        if self._transport is None:
+            return
+        if self._lost is None:
+            with suppress(StoreLost):
+                await self._ask("goodbye")
+            self._give_up("the transport was closed")
+        self._transport.abort()
+        await self._gone.wait()
+
+    def _said(self, call: FenceCall) -> list[Any]:
+        """The call in a frame; the list of its members goes ahead of it, once."""
+        if (call.key.run, call.key.attempt) != self._run:
+            run, attempt = self._run
+            raise PlanError(
+                f"fence {call.fence!r} is of run {call.key.run!r}, attempt {call.key.attempt}, "
+                f"this endpoint of run {run!r}, attempt {attempt}; make one for each attempt"
+            )
+        digest = self._sent_members.get(call.members)
+        if digest is None:
+            digest = members_hash(call.members)
+            self._write("members", digest, [list(rank) for rank in call.members])
+            self._sent_members[call.members] = digest
+        return call_to_json(call, digest)
+
+    def _write(self, *request: Any) -> None:
+        if self._lost is not None:
+            raise self._lost
+        assert self._transport is not None
+        self._transport.write(frame(wire.encode(request)))
+
+    def _request(self, what: str, *said: Any) -> "tuple[int, asyncio.Future[Answer]]":
+        self._requests += 1
+        self._write(what, self._requests, *said)
+        waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[self._requests] = waiting
+        return self._requests, waiting
+
+    async def _ask(self, what: str, *said: Any) -> Answer:
+        request, waiting = self._request(what, *said)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await waiting
+        except TimeoutError:
+            raise self._give_up(f"the coordinator did not answer within {ANSWER_S:g} s") from None
+        finally:
+            self._waiting.pop(request, None)
+
+    def _silent(self, call: FenceCall) -> None:
+        self._give_up(
+            f"the coordinator gave no verdict on fence {call.fence!r} within "
+            f"{call.deadline_s:g} s, and {GRACE_S:g} s more"
+        )
+
+    def _give_up(self, why: str) -> StoreLost:
+        if self._lost is None:
+            self._lost = StoreLost(why)
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(self._lost)
+        if self._transport is not None:
+            self._transport.abort()
+        return self._lost
+
+
+def _line(arrival: Arrival) -> str:
+    return encode_arrival(arrival).decode()
