@@ -401,11 +401,10 @@ def _abort(draft: _Draft, slot: int, row: Row) -> None:
     heard = row.first & draft.broken or row.first_world & draft.around.broken
     if not (draft.moves.faults.aborts and row.hears and heard):
         return
-    name = row.wait.fence if row.wait else row.act.phase if row.act else ""
     draft.move(
         Kind.ABORT,
         slot,
-        name,
+        row.first_name,
         row.go[Kind.ABORT],
         breaks=row.breaks,
         breaks_world=row.breaks_world,

@@ -150,6 +150,7 @@ class Row:
         "breaks_world",
         "facts",
         "first",
+        "first_name",
         "first_world",
         "go",
         "hears",
@@ -169,6 +170,7 @@ class Row:
         self.bit = self.bit_world = 0
         self.breaks = self.breaks_world = 0
         self.first = self.first_world = 0
+        self.first_name = ""
         self.hears = self.recovers = False
         self.members: tuple[int, ...] = ()
         self.go: dict[Kind, _Go] = {}
@@ -311,6 +313,7 @@ class Tables:
             row.breaks_world |= world
         if left:
             row.first, row.first_world = self.bit(state, left[0])
+            row.first_name = left[0].fence
             row.hears = heard(self.plan, rank, state, left)
         row.recovers = bool(self.plan.recover[rank]) and state.stage is Stage.EPOCH
         match here:
@@ -348,7 +351,7 @@ class Tables:
             return Facts(0, 0, -1, -1, False, 0, 0)
         gone = state.status in _GONE
         awaits = awaits_world = arrived = arrived_world = leads = leads_world = 0
-        for epoch in range(1, self.epochs + 2):
+        for epoch in (state.epoch,) if self.reused else range(1, self.epochs + 2):
             for stage in Stage:
                 other = RankState(Status.READY, epoch, stage)
                 for at, wait in enumerate(self._steps(rank, stage)):

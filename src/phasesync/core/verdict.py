@@ -1,12 +1,17 @@
 """The three answers of the checker. "No" and "not yet known" differ, so there is no bool."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from phasesync.core.kernel import Event
 from phasesync.core.properties import Violation
 
-__all__ = ("Holds", "Undecided", "Verdict", "Violated")
+__all__ = ("DEADLOCK", "SOMETIMES", "Holds", "Undecided", "Verdict", "Violated")
+
+#: Properties that no single step breaks: nobody alive waits for ever; what must be able to happen
+#: does happen in some run.
+DEADLOCK = "deadlock"
+SOMETIMES = "sometimes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,17 +25,19 @@ class Holds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violated:
-    """A property is broken at the end of `path`, which is a shortest one."""
+    """A property is broken at the end of `path`, a shortest one unless `shortest` is false."""
 
     property: str
     path: tuple[Event, ...]
     violations: tuple[Violation, ...]
     states: int
+    says: str = ""
+    shortest: bool = field(default=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undecided:
-    """The budget ended first; never counted as a pass."""
+    """The budget ended first, or the method does not apply; never counted as a pass."""
 
     bound: str
     states: int

@@ -1,0 +1,317 @@
+"""`check`: which searches to run for a protocol, in which order, and what to say of them.
+
+The default is what an author should know: safety for any number of ranks under every assignment
+of the options that makes a difference, no deadlock up to four ranks with one fault at a time.
+Whatever the budget did not reach is a case of its own that says so.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from phasesync.checker.anyn import Mutate, counts, sized, tracked, unclosed
+from phasesync.checker.explicit import explore, judge, never_reached, vacuous
+from phasesync.checker.report import SAFETY, Assignment, Case, Report
+from phasesync.checker.search import Budget, Found
+from phasesync.core.kernel import Faults, Kind
+from phasesync.core.model import OptionValue
+from phasesync.core.options import assignments
+from phasesync.core.plan import Plan, resolve, settle
+from phasesync.core.protocol import Protocol
+from phasesync.core.verdict import DEADLOCK, SOMETIMES, Holds, Undecided, Verdict, Violated
+from phasesync.errors import PlanError
+
+__all__ = ("FAULTS", "Settings", "check", "faults_of")
+
+#: The faults that may be asked for, by name.
+FAULTS: Mapping[str, Faults] = {
+    "none": Faults(),
+    "crash": Faults(most=1, crash=True),
+    "fail": Faults(most=1, fail=True),
+    "hang": Faults(most=1, hang=True, deadlines=True),
+}
+_ONE_FAULT = "crash or fail"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How to check. `now` is a clock in seconds; without it no time is measured or limited."""
+
+    any_n: bool = True
+    symmetry: bool = True
+    reduction: bool = True
+    time_limit_s: float | None = None
+    states_max: int = 3_000_000
+    now: Callable[[], float] | None = None
+
+
+class _Plain(NamedTuple):
+    """One explicit search to be made."""
+
+    ranks: int
+    options: dict[str, OptionValue]
+    faults: Faults
+    said: str
+    epochs: int
+
+
+def faults_of(names: str | None, most: int = 1) -> tuple[Faults, str]:
+    """The faults that `names` lists, separated by commas, and how to say them.
+
+    Raises:
+        PlanError: a name is unknown.
+    """
+    if names is None:
+        return Faults(most=most, crash=True, fail=True), _ONE_FAULT
+    listed = [name.strip() for name in names.split(",") if name.strip()]
+    for name in listed:
+        if name not in FAULTS:
+            raise PlanError(f"unknown fault {name!r}; faults are: {', '.join(FAULTS)}")
+    chosen = [FAULTS[name] for name in listed]
+    faults = Faults(
+        most=most if any(each.most for each in chosen) else 0,
+        crash=any(each.crash for each in chosen),
+        fail=any(each.fail for each in chosen),
+        hang=any(each.hang for each in chosen),
+        deadlines=any(each.deadlines for each in chosen),
+    )
+    return faults, " or ".join(listed)
+
+
+def check(
+    protocol: Protocol,
+    *,
+    ranks: int | None = None,
+    options: Mapping[str, OptionValue] | None = None,
+    faults: str | None = None,
+    faults_most: int = 1,
+    epochs: int | None = None,
+    mutate: Mutate | None = None,
+    mutation: str | None = None,
+    settings: Settings | None = None,
+) -> Report:
+    """Whether the protocol is safe and free of deadlock, with a shortest run if it is not.
+
+    `ranks`, `faults` and `epochs` bound the explicit searches where given; `options` pins
+    options, the others take every value that makes a difference.
+
+    Raises:
+        PlanError: options, ranks or faults do not fit the protocol.
+    """
+    settle(protocol, options)
+    run = _Run(protocol, dict(options or {}), mutate or _same, settings or Settings())
+    run.explicit_bounds(ranks, faults, faults_most, epochs)
+    run.all()
+    return Report(
+        protocol=protocol.name,
+        cases=tuple(run.cases),
+        mutation=mutation,
+        reached=tuple(sorted(f"{kind} {name}".strip() for kind, name in run.reached)),
+        elapsed_s=run.elapsed(),
+    )
+
+
+def _same(plan: Plan) -> Plan:
+    return plan
+
+
+class _Run:
+    """One call of `check`: its bounds, and the cases so far."""
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        pinned: dict[str, OptionValue],
+        mutate: Mutate,
+        settings: Settings,
+    ) -> None:
+        self.protocol = protocol
+        self.pinned = pinned
+        self.mutate = mutate
+        self.settings = settings
+        self.began = settings.now() if settings.now else None
+        self.cases: list[Case] = []
+        self.reached: set[tuple[Kind, str]] = set()
+        self.plain: list[_Plain] = []
+
+    # ------------------------------------------------------------------------------ bounds
+
+    def elapsed(self) -> float | None:
+        if self.settings.now is None or self.began is None:
+            return None
+        return round(self.settings.now() - self.began, 3)
+
+    def budget(self) -> Budget:
+        limit = self.settings.time_limit_s
+        until = None if limit is None or self.began is None else self.began + limit
+        return Budget(states_max=self.settings.states_max, until_s=until, now=self.settings.now)
+
+    def assignments(self) -> tuple[dict[str, OptionValue], ...]:
+        """Every assignment that agrees with what is pinned, the defaults first."""
+        fixed = self.pinned.items()
+        found = [dict(each) for each in assignments(self.protocol)]
+        kept = [each for each in found if all(each.get(name) == value for name, value in fixed)]
+        base: dict[str, OptionValue] = dict(settle(self.protocol, self.pinned))
+        return (base, *(each for each in kept if each != base))
+
+    def explicit_bounds(
+        self, ranks: int | None, faults: str | None, most: int, epochs: int | None
+    ) -> None:
+        base: dict[str, OptionValue] = dict(settle(self.protocol, self.pinned))
+        asked = faults_of(faults, most)
+        if ranks is not None:
+            self.plain.append(_Plain(ranks, self._fit(base, ranks), *asked, epochs or 2))
+            if faults is None:
+                hang = (FAULTS["hang"], "hang")
+                self.plain.append(_Plain(ranks, self._fit(base, ranks), *hang, epochs or 2))
+            return
+        self.plain = list(self._usual(base, asked, faults is None, epochs))
+
+    def _usual(
+        self,
+        base: dict[str, OptionValue],
+        asked: tuple[Faults, str],
+        all_faults: bool,
+        epochs: int | None,
+    ) -> Iterator[_Plain]:
+        """Two and three ranks with one fault for two epochs, four for one; four without any."""
+        two = self._fit(base, 2)
+        yield _Plain(2, two, *asked, epochs or 2)
+        if all_faults:
+            yield _Plain(2, two, FAULTS["hang"], "hang", epochs or 2)
+        for options in self.assignments()[1:]:
+            if (fitted := self._fit(options, 2)) != two:
+                yield _Plain(2, fitted, *asked, 1)
+        yield _Plain(4, self._fit(base, 4), FAULTS["none"], "none", epochs or 2)
+        yield _Plain(4, self._fit(base, 4), *asked, epochs or 1)
+        yield _Plain(3, self._fit(base, 3), *asked, epochs or 1)
+
+    def _fit(self, options: dict[str, OptionValue], ranks: int) -> dict[str, OptionValue]:
+        """Options under which so many ranks make whole groups; a pinned size stays."""
+        for group in self.protocol.groups:
+            if not isinstance(group.size, str) or group.size in self.pinned:
+                continue
+            size = options[group.size]
+            if isinstance(size, int) and ranks % size:
+                options = {**options, group.size: ranks}
+        return options
+
+    # ------------------------------------------------------------------------------- cases
+
+    def all(self) -> None:
+        """Any N under the defaults, then ranks counted out, then any N under all else."""
+        if not self.settings.any_n:
+            for plain in self.plain:
+                self._explicit(plain)
+            return
+        first, *rest = self.assignments()
+        reason = unclosed(self.protocol, first, self.mutate)
+        if reason is None:
+            self._any(first)
+        for plain in self.plain:
+            self._explicit(plain)
+        if reason is not None:
+            self._note(first, Undecided(bound=reason, states=0, depth=0))
+            return
+        for options in rest:
+            self._any(options)
+
+    def _note(self, options: Mapping[str, OptionValue], verdict: Verdict) -> None:
+        self.cases.append(
+            Case(
+                ranks=None,
+                options=_assignment(options),
+                faults="any",
+                epochs=None,
+                asks=(SAFETY,),
+                verdict=verdict,
+            )
+        )
+
+    def _any(self, options: dict[str, OptionValue]) -> None:
+        before = self.elapsed()
+        found = tracked(self.protocol, options, mutate=self.mutate, budget=self.budget())
+        if found.trail is not None:
+            self._candidate(options, found)
+            return
+        verdict = judge(found)
+        self.cases.append(
+            Case(
+                ranks=None,
+                options=_assignment(options),
+                faults="any",
+                epochs=None,
+                asks=(SAFETY,),
+                verdict=verdict,
+                elapsed_s=self._since(before),
+            )
+        )
+
+    def _candidate(self, options: dict[str, OptionValue], found: Found) -> None:
+        """What the token made look broken counts if explicit ranks break it too."""
+        size = next((options[g.size] for g in self.protocol.groups if isinstance(g.size, str)), 1)
+        members = 1 if size == 1 else 2
+        for ranks, group in (
+            (members, members),
+            (2 * members, members),
+            (members + 1, members + 1),
+        ):
+            fitted = sized(self.protocol, options, group if size != 1 else 1)
+            for most in (1, 2):
+                faults = Faults(most=most, crash=True, fail=True, deadlines=most == 2)
+                said = f"{most} of crash or fail"
+                case = self._search(_Plain(ranks, fitted, faults, said, 2), deadlocks=False)
+                if case is not None and isinstance(case.verdict, Violated):
+                    self.cases.append(case)
+                    return
+        bound = "the token for untracked ranks breaks a rule that no explicit run breaks"
+        self._note(options, Undecided(bound=bound, states=found.states, depth=found.depth))
+
+    def _explicit(self, plain: _Plain) -> None:
+        if (case := self._search(plain, deadlocks=True)) is not None:
+            self.cases.append(case)
+
+    def _search(self, plain: _Plain, *, deadlocks: bool) -> Case | None:
+        before = self.elapsed()
+        try:
+            members = counts(self.protocol, plain.ranks)
+            plan = self.mutate(resolve(self.protocol, members, plain.options))
+        except PlanError:
+            if plain.ranks == 3:
+                return None  # Three ranks make no whole groups here; two and four do.
+            raise
+        verdict, found = explore(
+            plan,
+            plain.faults,
+            plain.epochs,
+            budget=self.budget(),
+            symmetry=self.settings.symmetry,
+            reduction=self.settings.reduction,
+            deadlocks=deadlocks,
+        )
+        self.reached |= found.reached
+        missing = never_reached(plan, found) if isinstance(verdict, Holds) else ()
+        if missing and not self.pinned_defects(plan):
+            verdict = vacuous(missing, found.states)
+        return Case(
+            ranks=len(plan.members),
+            options=_assignment(plain.options),
+            faults=plain.said,
+            epochs=plain.epochs,
+            asks=(SAFETY, DEADLOCK, SOMETIMES) if deadlocks else (SAFETY,),
+            verdict=verdict,
+            elapsed_s=self._since(before),
+            plan=plan,
+        )
+
+    @staticmethod
+    def pinned_defects(plan: Plan) -> bool:
+        return bool(plan.defects)
+
+    def _since(self, before: float | None) -> float | None:
+        now = self.elapsed()
+        return None if now is None or before is None else round(now - before, 3)
+
+
+def _assignment(options: Mapping[str, OptionValue]) -> Assignment:
+    return tuple(sorted(options.items()))

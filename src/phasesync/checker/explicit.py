@@ -1,0 +1,103 @@
+"""One plan, counted out: every interleaving of its ranks under the given faults.
+
+A broken rule is looked for with all reductions first; the run that is shown is then the shortest
+one of a search without the reduction that changes lengths.
+"""
+
+from phasesync.checker.paths import Lifted, lift
+from phasesync.checker.search import NO_BUDGET, Budget, Found, search
+from phasesync.checker.space import Space
+from phasesync.core.kernel import Faults, Kind, next_step
+from phasesync.core.plan import Act, Plan, Wait
+from phasesync.core.verdict import DEADLOCK, SOMETIMES, Holds, Undecided, Verdict, Violated
+
+__all__ = ("explore", "judge", "never_reached")
+
+
+def explore(
+    plan: Plan,
+    faults: Faults,
+    epochs: int,
+    *,
+    budget: Budget = NO_BUDGET,
+    symmetry: bool = True,
+    reduction: bool = True,
+    deadlocks: bool = True,
+    rules: bool = True,
+    whole: bool = False,
+) -> tuple[Verdict, Found]:
+    """The verdict on a plan, and what the search saw on its way."""
+    space = Space(plan, faults, epochs, symmetry=symmetry, reduction=reduction, whole=whole)
+    found = search(space, budget, deadlocks=deadlocks, rules=rules)
+    if found.trail is None:
+        return judge(found), found
+    if reduction:
+        plain = Space(plan, faults, epochs, symmetry=symmetry, reduction=False, whole=whole)
+        shorter = search(plain, budget, deadlocks=deadlocks, rules=rules)
+        if shorter.trail is not None:
+            return _broken(plain, shorter, shortest=True), shorter
+    return _broken(space, found, shortest=not reduction), found
+
+
+def judge(found: Found) -> Verdict:
+    """Of a search that found nothing wrong."""
+    if found.bound is not None:
+        return Undecided(bound=found.bound, states=found.states, depth=found.depth)
+    return Holds(states=found.states, transitions=found.transitions, depth=found.depth)
+
+
+def _broken(space: Space, found: Found, *, shortest: bool) -> Violated:
+    assert found.trail is not None
+    lifted = lift(space, found.trail)
+    if found.deadlock:
+        return Violated(
+            property=DEADLOCK,
+            path=lifted.path,
+            violations=(),
+            states=found.states,
+            says=_who_waits(space.plan, lifted),
+            shortest=shortest,
+        )
+    assert lifted.violations, "the kernel does not confirm what the search found"
+    return Violated(
+        property=lifted.violations[0].property,
+        path=lifted.path,
+        violations=lifted.violations,
+        states=found.states,
+        says=lifted.violations[0].says,
+        shortest=shortest,
+    )
+
+
+def _who_waits(plan: Plan, lifted: Lifted) -> str:
+    """Who waits for ever, and where."""
+    waits: list[str] = []
+    for rank, state in enumerate(lifted.systems[-1].ranks):
+        match next_step(plan, rank, state):
+            case Wait(fence=fence) if state.status.name == "WAITING":
+                waits.append(f"{plan.members[rank]} waits for ever at fence {fence!r}")
+            case _:
+                pass
+    return "; ".join(waits) or "nobody can go on"
+
+
+def never_reached(plan: Plan, found: Found) -> tuple[str, ...]:
+    """Fences that never open and phases that never end in any run: a model that is vacuous."""
+    missing: list[str] = []
+    for program in plan.programs:
+        for item in program:
+            match item:
+                case Wait(fence=fence) if (Kind.PASS, fence) not in found.reached:
+                    missing.append(f"fence {fence!r} never opens")
+                case Act(phase=phase) if (Kind.END, phase) not in found.reached:
+                    missing.append(f"phase {phase!r} never ends")
+                case _:
+                    pass
+    return tuple(dict.fromkeys(missing))
+
+
+def vacuous(missing: tuple[str, ...], states: int) -> Violated:
+    """The verdict on a plan in which something can never happen."""
+    return Violated(
+        property=SOMETIMES, path=(), violations=(), states=states, says="; ".join(missing)
+    )

@@ -1,0 +1,176 @@
+"""What was checked and what came of it, as one value that prints itself as JSON.
+
+A report never says more than its cases: any number of ranks where the argument for any N was
+made, up to N where ranks were counted out, and undecided wherever a budget ended first.
+"""
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from phasesync.core.model import OptionValue
+from phasesync.core.plan import Plan
+from phasesync.core.properties import Violation
+from phasesync.core.verdict import DEADLOCK, SOMETIMES, Holds, Undecided, Verdict, Violated
+
+__all__ = ("Assignment", "Case", "Report", "Summary", "word")
+
+Assignment: TypeAlias = tuple[tuple[str, OptionValue], ...]
+SAFETY = "safety"
+_WORDS = {Holds: "holds", Violated: "violated", Undecided: "undecided"}
+
+
+def word(verdict: Verdict) -> str:
+    """`holds`, `violated` or `undecided`."""
+    return _WORDS[type(verdict)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One search: its bounds, and its verdict. `ranks` and `epochs` are None where any number is
+    meant; `plan` is what a counterexample replays on."""
+
+    ranks: int | None
+    options: Assignment
+    faults: str
+    epochs: int | None
+    asks: tuple[str, ...]
+    verdict: Verdict
+    elapsed_s: float | None = None
+    plan: Plan | None = field(default=None, compare=False, repr=False)
+
+    def to_json(self) -> dict[str, object]:
+        """The case with names in place of numbers."""
+        body: dict[str, object] = {
+            "ranks": "any" if self.ranks is None else self.ranks,
+            "options": dict(self.options),
+            "faults": self.faults,
+            "epochs": "any" if self.epochs is None else self.epochs,
+            "asks": list(self.asks),
+            "verdict": word(self.verdict),
+            "elapsed_s": self.elapsed_s,
+        }
+        match self.verdict:
+            case Holds(states=states, transitions=transitions, depth=depth):
+                body |= {"states": states, "transitions": transitions, "depth": depth}
+            case Undecided(bound=bound, states=states, depth=depth):
+                body |= {"bound": bound, "states": states, "depth": depth}
+            case Violated() as broken:
+                body |= self._broken(broken)
+        return body
+
+    def _broken(self, broken: Violated) -> dict[str, object]:
+        plan = self.plan
+        return {
+            "property": broken.property,
+            "says": broken.says,
+            "states": broken.states,
+            "shortest": broken.shortest,
+            "path": [
+                {
+                    "event": str(event.kind),
+                    "rank": str(plan.members[event.rank]) if plan else event.rank,
+                    "name": event.name,
+                }
+                for event in broken.path
+            ],
+            "violations": [_violation(each) for each in broken.violations],
+        }
+
+
+def _violation(each: Violation) -> dict[str, object]:
+    return {
+        "property": each.property,
+        "device": each.device,
+        "resources": list(each.resources),
+        "rank": str(each.rank),
+        "holders": [str(rank) for rank in each.holders],
+        "says": each.says,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """One property over all cases: how far it was proved, or where it breaks."""
+
+    property: str
+    verdict: str
+    reach: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All cases of one protocol under one mutation (none: as it is declared)."""
+
+    protocol: str
+    cases: tuple[Case, ...]
+    mutation: str | None = None
+    reached: tuple[str, ...] = ()
+    elapsed_s: float | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst: violated before undecided before holds."""
+        verdicts = [case.verdict for case in self.cases]
+        for kind in (Violated, Undecided):
+            found = next((each for each in verdicts if isinstance(each, kind)), None)
+            if found is not None:
+                return found
+        holding = [each for each in verdicts if isinstance(each, Holds)]
+        return Holds(
+            states=sum(each.states for each in holding),
+            transitions=sum(each.transitions for each in holding),
+            depth=max((each.depth for each in holding), default=0),
+        )
+
+    @property
+    def counterexample(self) -> Case | None:
+        """The case with the shortest broken run, if a rule is broken."""
+        broken = [
+            (len(case.verdict.path), at)
+            for at, case in enumerate(self.cases)
+            if isinstance(case.verdict, Violated)
+        ]
+        return self.cases[min(broken)[1]] if broken else None
+
+    @property
+    def summaries(self) -> tuple[Summary, ...]:
+        """Property by property, any N or up to N."""
+        return tuple(self._summary(name) for name in (SAFETY, DEADLOCK, SOMETIMES))
+
+    def _summary(self, name: str) -> Summary:
+        cases = [case for case in self.cases if name in case.asks]
+        broken = next((c for c in cases if _breaks(c.verdict, name)), None)
+        if broken is not None:
+            return Summary(property=name, verdict="violated", reach=f"at N = {broken.ranks}")
+        holding = [case for case in cases if isinstance(case.verdict, Holds)]
+        open_cases = [case for case in cases if isinstance(case.verdict, Undecided)]
+        verdict = "holds" if holding and not open_cases else "undecided"
+        if any(case.ranks is None for case in holding):
+            proved = len([case for case in holding if case.ranks is None])
+            reach = f"any N, {proved} option assignment{'s' * (proved != 1)}"
+        else:
+            reach = f"up to N = {max((case.ranks or 0 for case in holding), default=0)}"
+        return Summary(property=name, verdict=verdict, reach=reach)
+
+    def to_json(self) -> dict[str, object]:
+        """The report as plain values."""
+        return {
+            "check": 1,
+            "protocol": self.protocol,
+            "mutation": self.mutation,
+            "verdict": word(self.verdict),
+            "properties": [
+                {"property": each.property, "verdict": each.verdict, "reach": each.reach}
+                for each in self.summaries
+            ],
+            "cases": [case.to_json() for case in self.cases],
+            "reached": list(self.reached),
+            "elapsed_s": self.elapsed_s,
+        }
+
+
+def _breaks(verdict: Verdict, name: str) -> bool:
+    if not isinstance(verdict, Violated):
+        return False
+    special = (DEADLOCK, SOMETIMES)
+    return verdict.property == name if name in special else verdict.property not in special
