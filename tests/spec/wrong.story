@@ -76,6 +76,10 @@ basic: `min: 1}` -> `min: 1}, how: {type: enum, default: c}`
 colocated: `of: [replica, world], default` -> `of: [replica, host], default`
   ! 45:12: scope of fence 'ready_for_weights' is option 'fence_scope', which holds no scope; an option that is a scope is an enum of: world, replica
   ! 61:12: scope of fence 'memory_released' is option 'fence_scope', which holds no scope; an option that is a scope is an enum of: world, replica
+colocated: `param_offload:     {` -> `replica: {type: bool, default: true}\n  param_offload: {`
+  ! 13:3: option 'replica' is also a group; rename one, so that conditions are clear [reference]
+colocated: `free_cache_engine: {` -> `moon: {type: enum, of: [param_offload, x], default: x}\n  free_cache_engine: {`
+  ! 13:3: option 'param_offload' is also a choice of 'moon'; rename one, so that conditions are clear [reference]
 colocated: `fence_scope:       {` -> `world:       {`
   ! 15:3: 'world' means something else here; give the option another name
   ! 45:12: scope of fence 'ready_for_weights' cannot be 'fence_scope'; scopes are: world, replica, world

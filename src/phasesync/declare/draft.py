@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from phasesync.core.condition import Condition, ConditionError, names, parse
 from phasesync.core.model import RoleName
 from phasesync.core.options import doubt
+from phasesync.core.plan import PLAN, STOPPED
 from phasesync.core.protocol import (
     DEVICE,
     EVERYWHERE,
@@ -20,13 +21,13 @@ from phasesync.nodes import Complaints, Node, Text
 __all__ = ("Draft",)
 
 CONDITION_MAX = 500
-_RESERVED = {
+_RESERVED: dict[str, tuple[str, ...]] = {
     "option": ("and", "or", "not", "in", "true", "false", WORLD, DEVICE, EVERYWHERE),
     "group": (WORLD, DEVICE, EVERYWHERE, "start"),
     "role": (WORLD, DEVICE, EVERYWHERE),
     "resource": (),
     "phase": ("fence",),
-    "fence": ("plan", "stopped"),
+    "fence": (PLAN, STOPPED),
 }
 
 
@@ -43,15 +44,18 @@ class Draft:
 
     @property
     def active(self) -> list[RoleName]:
+        """The roles that have phases."""
         return [role.name for role in self.roles.values() if not role.passive]
 
     def refuse_reserved(self, sections: Mapping[str, Mapping[str, tuple[Text, Node]]]) -> None:
+        """Say which names of whole sections the language keeps for itself."""
         for section, declared in sections.items():
             kind = section.removesuffix("s")
             for key, _ in declared.values():
                 self.reserved(key, kind)
 
     def reserved(self, key: Text, kind: str) -> None:
+        """Say so, if the language keeps this name for itself."""
         if key.value in _RESERVED[kind]:
             self.complaints.say(
                 key, f"{key.value!r} means something else here", f"give the {kind} another name"

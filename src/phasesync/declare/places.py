@@ -25,6 +25,7 @@ _PASSIVE = "write `one per GROUP`, whose leader drives it"
 
 
 def read_groups(draft: Draft) -> Iterator[GroupDecl]:
+    """The groups; those that are no mapping are left out, having been said."""
     say = draft.complaints
     for name, (key, node) in draft.groups.items():
         what = f"group {name!r}"
@@ -63,10 +64,9 @@ def _size(draft: Draft, node: Node, what: str) -> int | OptionName | None:
 
 
 def read_roles(draft: Draft, declared: Mapping[str, tuple[Text, Node]]) -> Iterator[RoleDecl]:
+    """The roles, in order; every name stays known, whatever is wrong with it."""
     for name, (key, node) in declared.items():
         yield _role(draft, RoleName(name), key, node)
-    if not declared:
-        return
 
 
 def _role(draft: Draft, name: RoleName, key: Text, node: Node) -> RoleDecl:
@@ -99,6 +99,7 @@ def _per(draft: Draft, node: Node | None, what: str) -> str:
 
 
 def read_resources(draft: Draft) -> Iterator[ResourceDecl]:
+    """The resources, with the condition under which they are mapped at the start."""
     say = draft.complaints
     for name, (key, node) in draft.resources.items():
         what = f"resource {name!r}"
@@ -131,6 +132,7 @@ def _start(draft: Draft, node: Node | None, what: str) -> Condition | None:
 
 
 def read_never(draft: Draft, node: Node | None) -> Iterator[Invariant]:
+    """What may not be together on a device."""
     if node is None:
         return
     say, shape = draft.complaints, "write {together: [A, B], on: device}"

@@ -94,6 +94,7 @@ def _step(draft: Draft, node: Node, role: RoleName) -> StepDecl | None:
 
 
 def read_phase(draft: Draft, key: Text, node: Node, role: RoleName) -> PhaseDecl:
+    """`NAME: {...}` as a phase of `role`; nothing at all is a phase without effects."""
     say, what = draft.complaints, f"phase {key.value!r}"
     draft.reserved(key, "phase")
     own: dict[str, Node] = {}
@@ -155,6 +156,7 @@ def _reach(draft: Draft, verb: Verb, name: Node, node: Node | None) -> str:
 
 
 def read_fence(draft: Draft, name: Text, own: Mapping[str, Node], role: RoleName) -> FenceDecl:
+    """A fence as `role` comes to it; `own` are its keys but for the name."""
     say, what = draft.complaints, f"fence {name.value!r}"
     draft.reserved(name, "fence")
     if "deadline_s" not in own:

@@ -29,6 +29,7 @@ def references(protocol: Protocol) -> Findings:
     groups = [group.name for group in protocol.groups]
     options: dict[str, OptionDecl] = {option.name: option for option in protocol.options}
     yield from _twice(protocol)
+    yield from _shadows(protocol)
     for group in protocol.groups:
         yield from _known("role", group.of, roles, group.place)
         yield from _size(group, options)
@@ -79,6 +80,18 @@ def _step(protocol: Protocol, step: StepDecl, resources: Collection[str]) -> Fin
             if step.by is not None and all(group.of != step.role for group in groups.values()):
                 wrong = f"phase {step.name!r} is by a leader, and {step.role} has no group"
                 yield _finding(step.place, wrong, "declare one in groups, or drop by:")
+
+
+def _shadows(protocol: Protocol) -> Findings:
+    """An option that is also a word elsewhere: a condition or a scope could mean either."""
+    words = {
+        word: f"a choice of {each.name!r}" for each in protocol.options for word in each.choices
+    }
+    words |= {group.name: "a group" for group in protocol.groups}
+    for option in protocol.options:
+        if option.name in words:
+            wrong = f"option {option.name!r} is also {words[option.name]}"
+            yield _finding(option.place, wrong, "rename one, so that conditions are clear")
 
 
 def _twice(protocol: Protocol) -> Findings:
