@@ -14,11 +14,13 @@ from typing import IO, Any, Final, NamedTuple, cast
 from phasesync.core.wire import JsonError, decode
 from phasesync.errors import LogError
 
-__all__ = ("LINE_MAX", "Line", "Source", "lines", "sources")
+__all__ = ("LINE_MAX", "Line", "Source", "by_run", "lines", "sources")
 
 LINE_MAX: Final = 1 << 20
 _CHUNK: Final = 1 << 16
 _FILES_MAX: Final = 1_000_000
+_RANKS_MAX: Final = 1 << 20
+FORMAT: Final = 1
 
 
 class Line(NamedTuple):
@@ -39,6 +41,9 @@ class Source:
     name: str
     kind: str
     run: str = ""
+    attempt: int = 0
+    protocol: str = ""
+    members: tuple[str, ...] = ()
 
 
 def sources(paths: Iterable[str | Path]) -> list[Source]:
@@ -82,12 +87,54 @@ def _source(path: Path, name: str) -> Source:
         if "trace" in line.data and "event" not in line.data:
             return Source(path=path, name=name, kind="trace", run=name)
         if "journal" in line.data or ("role" in line.data and "seq" in line.data):
-            return Source(path=path, name=name, kind="journal", run=str(line.data.get("run", "")))
+            return _journal(path, name, line.data)
         if "phase" in line.data and "event" in line.data:
             return Source(path=path, name=name, kind="trace", run=name)
         break
     kind = "trace" if ".trace." in path.name else "journal"
     return Source(path=path, name=name, kind=kind, run=name if kind == "trace" else "")
+
+
+def _journal(path: Path, name: str, line: dict[str, Any]) -> Source:
+    """What the first line of a journal says of its run, and of who else should have one.
+
+    Raises:
+        LogError: it was written by a newer phasesync.
+    """
+    version = line.get("journal", FORMAT)
+    if not isinstance(version, int) or version > FORMAT:
+        raise LogError(
+            f"{path}: journal format {str(version)[:20]}; this phasesync reads up to {FORMAT}: "
+            "upgrade it"
+        )
+    role, ranks = line.get("role"), line.get("ranks")
+    count = ranks if isinstance(ranks, int) and 0 < ranks <= _RANKS_MAX else 0
+    own = line.get("rank")
+    members = {f"{role}/{number}" for number in range(count)}
+    if isinstance(role, str) and isinstance(own, int):
+        members.add(f"{role}/{own}")
+    attempt = line.get("attempt")
+    return Source(
+        path=path,
+        name=name,
+        kind="journal",
+        run=str(line.get("run", "")),
+        attempt=attempt if isinstance(attempt, int) else 0,
+        protocol=str(line.get("protocol", "")),
+        members=tuple(sorted(members)),
+    )
+
+
+def by_run(found: Iterable[Source]) -> dict[str, list[Source]]:
+    """Journals by the run and attempt that they are of, in their order."""
+    runs: dict[tuple[str, int], list[Source]] = {}
+    for each in found:
+        runs.setdefault((each.run, each.attempt), []).append(each)
+    attempts = [run for run, _ in runs]
+    return {
+        run if attempts.count(run) == 1 else f"{run} attempt {attempt}": files
+        for (run, attempt), files in sorted(runs.items())
+    }
 
 
 def lines(path: Path) -> Iterator[Line]:

@@ -141,7 +141,7 @@ class Facts:
                     rank.done.setdefault(event.epoch, {})[event.phase] = event
                     if event.action == "unregister":
                         rank.left = event
-                else:
+                elif event.kind != "abort":
                     rank.failed = event
                     self._fail(event)
                 return found

@@ -1,0 +1,189 @@
+"""Audits of files: what is read, what is asked, and what is printed for people and programs.
+
+The first line says what happened, to whom, and whose fault it is; then the lines that prove it,
+what followed, and what to record next time. Nothing that a log says reaches the terminal
+unescaped.
+"""
+
+import resource
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from phasesync import logs
+from phasesync.audit import Answer, audit_trace
+from phasesync.audit.events import text_of
+from phasesync.audit.journals import audit_journals
+from phasesync.audit.merge import Stream
+from phasesync.core.protocol import Protocol
+from phasesync.errors import InputError, LogError, ProtocolError
+from phasesync.spec import load
+
+__all__ = ("BAD", "WORST", "as_json", "as_text", "audit_paths", "audit_run", "exit_code")
+
+BAD: Final = ("violation", "hang", "failure", "false_alarm")
+WORST: Final = (*BAD, "inconclusive", "ok")
+_OK, _BROKEN, _UNDECIDED = 0, 1, 3
+_SHOWN: Final = 8
+_FOUND_BESIDE: Final = "protocol.yaml"
+
+
+def audit_paths(
+    paths: Iterable[str | Path],
+    *,
+    protocol: str | Path | None = None,
+    vocabulary: Mapping[str, str] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[Answer]:
+    """One answer for each run in `paths`: trace files, journals, folders of them, or packs.
+
+    `protocol` is the declaration that journals are held against; else the one beside them, else
+    the shipped one of the name they give. `vocabulary` maps phase names of traces to known ones;
+    `progress` is told how many lines have been read, now and then.
+
+    Raises:
+        LogError: a path is not there or holds no log.
+        ProtocolError: `protocol` is none.
+    """
+    given = load(protocol) if protocol is not None else None
+    found = logs.sources(paths)
+    answers = [
+        audit_trace(each.name, _counted(logs.lines(each.path), progress), vocabulary=vocabulary)
+        for each in found
+        if each.kind == "trace"
+    ]
+    journals = [each for each in found if each.kind == "journal"]
+    for run, files in logs.by_run(journals).items():
+        answers.append(_journals(run, files, given, progress))
+    if not answers:
+        raise LogError(f"{', '.join(map(str, paths))}: no log here; give a trace or a run folder")
+    return sorted(answers, key=lambda answer: WORST.index(answer.verdict))
+
+
+def _journals(
+    run: str,
+    files: Sequence[logs.Source],
+    given: Protocol | None,
+    progress: Callable[[int], None] | None,
+) -> Answer:
+    _open_many(len(files))
+    beside = {each.path.parent for each in files}
+
+    def find(name: str) -> Protocol | None:
+        if given is not None:
+            return given
+        for folder in sorted(beside):
+            file = folder / _FOUND_BESIDE
+            if file.is_file():
+                return _loaded(file)
+        return _loaded(name)
+
+    streams = [Stream(each.name, _counted(logs.lines(each.path), progress)) for each in files]
+    members = [name for each in files for name in each.members]
+    declared = any(find(each.protocol) is not None for each in files if each.protocol)
+    return audit_journals(run, streams, members, find, declared=declared)
+
+
+def _loaded(name: str | Path) -> Protocol | None:
+    try:
+        return load(name)
+    except ProtocolError:
+        return None
+
+
+def _open_many(files: int) -> None:
+    """Let this process hold as many files open as there are journals, where it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = files + 256
+    if soft < wanted and (hard == resource.RLIM_INFINITY or hard > soft):
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _counted(
+    lines: Iterable[logs.Line], progress: Callable[[int], None] | None
+) -> Iterable[logs.Line]:
+    if progress is None:
+        return lines
+    return _telling(lines, progress)
+
+
+def _telling(lines: Iterable[logs.Line], progress: Callable[[int], None]) -> Iterable[logs.Line]:
+    count = 0
+    for line in lines:
+        yield line
+        count += 1
+        if count % 4096 == 0:
+            progress(4096)
+    progress(count % 4096)
+
+
+def audit_run(folder: Path) -> tuple[int, list[str]]:
+    """Audit the journals in `folder`: the exit code, and lines for people."""
+    try:
+        answers = audit_paths([folder])
+    except InputError as error:
+        return _BROKEN, [str(error)]
+    return exit_code(answers), as_text(answers, brief=True)
+
+
+def exit_code(answers: Iterable[Answer], *, strict: bool = False) -> int:
+    """What the process should end with: 0 ok, 1 something is wrong, 3 not decidable."""
+    codes = [_code(answer, strict) for answer in answers]
+    return next((code for code in (_BROKEN, _UNDECIDED) if code in codes), _OK)
+
+
+def _code(answer: Answer, strict: bool) -> int:
+    if answer.verdict in BAD:
+        return _BROKEN
+    if answer.verdict == "inconclusive" or (strict and answer.findings):
+        return _UNDECIDED
+    return _OK
+
+
+def as_json(answers: Sequence[Answer]) -> dict[str, Any]:
+    """The object that `audit --json` prints; of several runs, the worst on top."""
+    top = answers[0].to_json()
+    if len(answers) > 1:
+        top["runs"] = [{"run": answer.run, **answer.to_json()} for answer in answers]
+    return top
+
+
+def as_text(answers: Sequence[Answer], *, brief: bool = False) -> list[str]:
+    """The answers for people, a list of lines."""
+    rows: list[str] = []
+    for answer in answers:
+        if rows:
+            rows.append("")
+        if len(answers) > 1:
+            rows.append(f"run {text_of(answer.run, 120)}")
+        rows += _one(answer, brief)
+    return rows
+
+
+def _one(answer: Answer, brief: bool) -> list[str]:
+    rows = [_headline(answer)]
+    if answer.because:
+        rows.append(f"  because {text_of(answer.because, 600)}")
+    if answer.certainty != "in every order":
+        rows.append(f"  {answer.certainty}")
+    for line in answer.evidence[: 3 if brief else _SHOWN]:
+        rows.append(f"  see {text_of(line.file, 200)}:{line.line}")
+    if answer.waiting:
+        rows.append(f"  waiting: {', '.join(map(str, answer.waiting[:16]))}")
+    if not brief:
+        rows += [f"  then {text_of(each, 300)}" for each in answer.consequences[:_SHOWN]]
+    for finding in answer.findings[: 2 if brief else _SHOWN]:
+        rule = f"{finding['rule']}: " if finding["rule"] else ""
+        rows.append(f"  also {rule}{text_of(finding['what'], 300)}")
+    rows += [f"  record next time: {text_of(each, 200)}" for each in answer.record_next[:4]]
+    return rows
+
+
+def _headline(answer: Answer) -> str:
+    rule = f" {answer.rule}" if answer.rule else ""
+    where = answer.fence or answer.phase
+    place = f" at {text_of(where, 80)}" if where else ""
+    epoch = f" in epoch {answer.epoch}" if answer.epoch is not None else ""
+    guilty = f"; guilty: {', '.join(map(str, answer.guilty[:16]))}" if answer.guilty else ""
+    return f"{answer.verdict}{rule}{place}{epoch}{guilty}"
