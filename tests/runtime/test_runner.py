@@ -179,6 +179,23 @@ def test_epochs_are_neither_re_entered_nor_skipped(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_the_version_is_the_callers_own_and_never_falls(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    async def main() -> None:
+        async with runner(
+            tmp_path, actions=basic(sync=lambda turn: seen.append(turn.version))
+        ) as one:
+            assert (await one.run_epoch(version=100)).version == 100
+            with pytest.raises(EpochOrderError, match="had weight version 100; 99 is older"):
+                await one.run_epoch(version=99)
+            await one.run_epoch(version=100)  # The same step again, after a failure elsewhere.
+
+    asyncio.run(main())
+    assert seen == [100, 100]
+    assert {line["version"] for line in lines(tmp_path) if line.get("epoch", 0) > 0} == {100}
+
+
 def test_mixed_options_are_named_at_the_first_fence(tmp_path: Path) -> None:
     async def rank(number: int, hub: InProcessFences) -> None:
         one = RankRunner(

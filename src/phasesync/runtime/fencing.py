@@ -48,6 +48,7 @@ class RankFences:
     ) -> None:
         self.transport = transport
         self.ticket: Ticket | None = None
+        self.version = 0
         self.passed: set[str] = set()
         self.broken: set[str] = set()
         self.arrived: set[str] = set()
@@ -80,7 +81,7 @@ class RankFences:
             key=FenceKey(self._run, self._attempt, scope.name, generation),
             fence=wait.fence,
             epoch=Epoch(state.epoch),
-            version=Version(state.epoch),
+            version=Version(self.version),
             digest=plan.digest,
             members=members,
             deadline_s=wait.deadline_s,

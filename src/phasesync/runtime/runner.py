@@ -217,21 +217,26 @@ class RankRunner:
 
     # ------------------------------------------------------------------ one epoch
 
-    async def run_epoch(self, epoch: int | None = None) -> EpochReport:
+    async def run_epoch(
+        self, epoch: int | None = None, *, version: int | None = None
+    ) -> EpochReport:
         """One turn of the cycle. `epoch`, where given, must be the one that comes next.
+
+        `version` is the caller's own count of weights (its training step, say), which all ranks
+        must agree on and which never falls; left out, it is the epoch.
 
         Raises:
             EpochFailed: the epoch failed somewhere; the same root cause on every rank.
-            EpochOrderError: an epoch is under way, or another one comes next.
+            EpochOrderError: an epoch is under way, another one comes next, or the version falls.
         """
-        self._may_run(epoch)
+        self._may_run(epoch, version)
         self._busy = True
         try:
-            await self._enter_epoch()
+            await self._enter_epoch(version)
             await self._walk()
             return EpochReport(
                 epoch=self.epoch,
-                version=self.epoch,
+                version=self._fences.version,
                 phases_s=dict(self._phases_s),
                 waits_s=dict(self._fences.waits_s),
             )
@@ -246,7 +251,7 @@ class RankRunner:
         finally:
             self._busy = False
 
-    def _may_run(self, epoch: int | None) -> None:
+    def _may_run(self, epoch: int | None, version: int | None) -> None:
         state = self._machine.state
         if not self._open:
             raise EpochOrderError(f"{self.rank} is not started; use 'async with' or start()")
@@ -261,12 +266,16 @@ class RankRunner:
         coming = state.epoch if self._is_fresh() else state.epoch + 1
         if epoch is not None and epoch != coming:
             raise EpochOrderError(f"{self.rank} comes to epoch {coming} next, not {epoch}")
+        if version is not None and version < self._fences.version:
+            raise EpochOrderError(
+                f"{self.rank} had weight version {self._fences.version}; {version} is older"
+            )
 
     def _is_fresh(self) -> bool:
         state = self._machine.state
         return state.at == 0 and state.status is Status.READY and state.stage is Stage.EPOCH
 
-    async def _enter_epoch(self) -> None:
+    async def _enter_epoch(self, version: int | None) -> None:
         if self._rest_is_outside() and not self._is_fresh():
             await self._record_rest()
         if self._recovery_is_due():
@@ -274,8 +283,9 @@ class RankRunner:
         if self._machine.state.status is Status.FINISHED:
             await self._machine.fire(Kind.BEGIN)
         self._fences.begin()
+        self._fences.version = self.epoch if version is None else version
         self._phases_s.clear()
-        self.journal.bind(epoch=self.epoch, version=self.epoch)
+        self.journal.bind(epoch=self.epoch, version=self._fences.version)
         self.journal.write("epoch.begin")
 
     def _recovery_is_due(self) -> bool:
@@ -335,7 +345,7 @@ class RankRunner:
             rank=self.rank,
             phase=act.phase,
             epoch=self.epoch,
-            version=self.epoch,
+            version=self._fences.version,
             ticket=self._fences.ticket,
             plan=self.plan,
             journal=self.journal,
