@@ -57,7 +57,7 @@ EVENTS: Final = frozenset(
 )
 _FENCE: Final = Meaning("fence")
 
-# Where the protocol is known the kernel judges memory, tags, order and fences; these rules see the rest.
+# Where the protocol is known the kernel judges memory, tags, order and fences; the rest is theirs.
 DECLARED: Final[tuple[Callable[[], Rule], ...]] = (
     Hangs,
     Lifetime,
@@ -489,14 +489,10 @@ class JournalAudit:
         return found
 
     def _cause(
-        self,
-        kind: str,
-        ranks: tuple[str, ...],
-        phase: object,
-        where: Evidence,
-        line: Mapping[str, Any],
-        at: int,
+        self, cause: _Cause, where: Evidence, line: Mapping[str, Any], at: int
     ) -> Finding:
+        """Who is to blame for a broken fence, and in which phase."""
+        kind, ranks, phase = cause.kind, cause.ranks, cause.phase
         error = text_of(line.get("error") or "", 300)
         fence = str(line.get("fence"))
         missing = tuple(map(str, line.get("missing") or ()))
