@@ -1,0 +1,120 @@
+"""Seeded runs with one injected fault each, audited: is it called by its kind, rank and phase?
+
+usage: audit_faults.py [RUNS] [FIRST_SEED]
+
+Prints a confusion matrix of what was injected against what the audit said; exits 1 on a miss.
+"""
+
+import asyncio
+import random
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from phasesync.audit import Answer
+from phasesync.core.protocol import FenceDecl, Protocol
+from phasesync.report.audit import audit_paths
+from phasesync.spec import load
+from tests.runtime.world import World
+
+LED = ("resume_weights", "load", "resume_kv", "sleep")
+PHASES = (
+    "load_back", "train", "trim_cache", "resume_weights", "stage", "load", "offload",
+    "empty_cache", "resume_kv", "serve", "sleep",
+)  # fmt: skip
+# A fence taken away, the rank that is late for it, and what the kernel calls what follows.
+UNFENCED = {
+    "memory_released": (1, "offload", "R-FENCE", "resume_kv", 0),
+    "ready_for_weights": (1, "trim_cache", "R-FENCE", "resume_weights", 0),
+}
+
+
+class Fault(NamedTuple):
+    """What is injected: `none`, `failure`, `cancel` or `unfenced`, and the answer it must get."""
+
+    kind: str
+    rank: int
+    phase: str
+    epoch: int
+    rule: str | None = None
+
+
+def fault_of(chance: random.Random, ranks: int) -> Fault:
+    kind = chance.choice(["none", "failure", "failure", "cancel", "unfenced"])
+    if kind == "none":
+        return Fault(kind, 0, "", 0)
+    if kind == "unfenced":
+        fence = chance.choice(sorted(UNFENCED))
+        _, _, rule, phase, guilty = UNFENCED[fence]
+        return Fault(kind, guilty, phase, 1, f"{rule} {fence}")
+    phase = chance.choice(PHASES)
+    rank = chance.randrange(ranks)
+    if phase in LED:
+        rank -= rank % 2
+    return Fault(kind, rank, phase, chance.randint(1, 2))
+
+
+def without(protocol: Protocol, fence: str) -> Protocol:
+    steps = tuple(s for s in protocol.steps if not (isinstance(s, FenceDecl) and s.name == fence))
+    return replace(protocol, steps=steps)
+
+
+def play(fault: Fault, seed: int, ranks: int, runs: Path) -> None:
+    """Run the world once with `fault`."""
+    world = World(ranks, runs, seed=seed, pause_s=0.001)
+    place = (fault.rank, fault.phase, fault.epoch)
+    if fault.kind == "failure":
+        world.fail = place
+    elif fault.kind == "cancel":
+        world.cancel = place
+    elif fault.kind == "unfenced":
+        fence = str(fault.rule).split()[1]
+        late, phase = UNFENCED[fence][:2]
+        world.protocol = without(load("colocated"), fence)
+        world.late = {(late, phase): 0.05}
+        world.epochs = 1
+    asyncio.run(world.go())
+
+
+def is_right(fault: Fault, answer: Answer) -> bool:
+    who = (f"trainer/{fault.rank}",)
+    if fault.kind == "none":
+        return answer.verdict == "ok"
+    if fault.kind == "unfenced":
+        rule = str(fault.rule).split()[0]
+        # Without its fence nothing is synchronised either, so that every leader may be too early.
+        leaders = {name for name in answer.guilty if int(str(name).rpartition("/")[2]) % 2 == 0}
+        named = set(who) <= set(answer.guilty) == leaders
+        return named and (answer.rule, answer.phase) == (rule, fault.phase)
+    said = (answer.verdict, answer.guilty, answer.phase, answer.epoch)
+    return said == ("failure", who, fault.phase, fault.epoch)
+
+
+def main(runs: int = 1000, first: int = 0) -> int:
+    table: Counter[tuple[str, str]] = Counter()
+    missed = 0
+    for seed in range(first, first + runs):
+        chance = random.Random(seed)
+        ranks = chance.choice([2, 4])
+        fault = fault_of(chance, ranks)
+        with tempfile.TemporaryDirectory() as folder:
+            play(fault, seed, ranks, Path(folder))
+            answer = audit_paths([folder])[0]
+        right = is_right(fault, answer)
+        missed += not right
+        said = f"{answer.verdict} {answer.rule or ''}".strip()
+        table[(fault.kind, said if right else f"{said} (wrong rank or phase)")] += 1
+        if not right:
+            print(f"seed {seed}: injected {fault}; {said} {answer.guilty} {answer.phase} "
+                  f"{answer.epoch}: {answer.because}")  # fmt: skip
+    for (injected, said), count in sorted(table.items()):
+        print(f"{injected:10} -> {said:40} {count}")
+    print(f"{runs - missed} of {runs} audited to the fault that was injected")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))
