@@ -47,3 +47,29 @@ def test_trouble_in_real_processes(tmp_path: Path, seed: int) -> None:
             assert outcome.said[number] is None
             assert {failed.replace for failed in failures} == {cause.ranks}
             assert outcome.late_s < 5
+
+
+def test_a_frozen_rank_is_missed_at_the_deadline(tmp_path: Path) -> None:
+    from tests.runtime.processes import Trouble, play
+
+    outcome = play(4, "frozen", tmp_path, Trouble("frozen", 1, "offload", 2, 0))
+    for number in (0, 2, 3):
+        said = outcome.said[number]
+        assert said is not None
+        assert said[0] == "ok"
+        assert isinstance(said[1], EpochFailed)
+        assert said[1].cause.kind == "deadline"
+        assert said[1].cause.ranks == said[1].replace == (("trainer", 1),)
+    assert broken(tmp_path / "frozen") == []
+
+
+def test_a_lost_store_fails_every_rank_and_nobody_goes_on(tmp_path: Path) -> None:
+    from tests.runtime.processes import Trouble, play
+
+    outcome = play(4, "store", tmp_path, Trouble("store", 2, "offload", 1, 0))
+    for said in outcome.said:
+        assert said is not None
+        assert isinstance(said[0], EpochFailed)
+        assert said[0].cause.kind == "store_lost"
+        assert (said[0].groups, said[0].can_retry) == ("lost", False)
+    assert broken(tmp_path / "store") == []
