@@ -5,8 +5,6 @@ Two accesses conflict when they reach one cell and not both only read it, or rea
 far their programs are read, and no further. The footprint decides, not the rank.
 """
 
-from collections.abc import Iterator
-
 from phasesync.checker.tables import Row, Tables
 from phasesync.core.kernel import RankState, Stage, Status
 from phasesync.core.plan import Act, Plan, Step, Touch
@@ -15,7 +13,7 @@ from phasesync.core.protocol import Verb
 __all__ = ("Apart",)
 
 _READS = frozenset((Verb.NEEDS, Verb.USES))
-_IN_ACT = frozenset((Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
+_AT_ACT = frozenset((Status.READY, Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
 _GONE = frozenset((Status.DEAD, Status.DEAD_ACTING))
 
 
@@ -48,7 +46,7 @@ class Apart:
         rank = self.tables.slots[other].rank
         if rank < 0:
             return True
-        acts = self._reach(mine, other, rank, theirs)
+        acts = self._reach(mine, rank, theirs)
         if acts is None:
             return False
         own = [*self._now(mine), *self._own(self.tables.slots[slot].rank, mine)]
@@ -58,7 +56,7 @@ class Apart:
 
     @staticmethod
     def _now(row: Row) -> tuple[Touch, ...]:
-        return row.act.touches if row.act is not None and row.status in _IN_ACT else ()
+        return row.act.touches if row.act is not None and row.status in _AT_ACT else ()
 
     def _own(self, rank: int, row: Row) -> tuple[Touch, ...]:
         """What the death of a rank's process would lose."""
@@ -79,7 +77,7 @@ class Apart:
             return False
         return two.cell in self.joined.get(one.cell, ())
 
-    def _reach(self, mine: Row, other: int, rank: int, theirs: Row) -> list[Act] | None:
+    def _reach(self, mine: Row, rank: int, theirs: Row) -> list[Act] | None:
         """The actions that the other rank can come to; None where nothing holds it up."""
         state = theirs.state
         match theirs.status:
@@ -93,28 +91,29 @@ class Apart:
                 state = RankState(Status.READY, state.epoch + 1)
             case _:
                 pass
-        acts = list(self._acts(mine, other, rank, state, state.at))
-        if acts and acts[-1] is None:
-            return None
+        acts, ended = self._acts(mine, rank, state, state.at)
         if state.stage is Stage.EPOCH and self.plan.recover[rank]:
             after = state._replace(stage=Stage.RECOVER)
-            acts += self._acts(mine, other, rank, after, 0)
-            if acts and acts[-1] is None and not mine.facts.gone:
-                return None
-        return [act for act in acts if act is not None]
+            more, over = self._acts(mine, rank, after, 0)
+            acts, ended = acts + more, ended or over
+        if ended:
+            more, over = self._acts(mine, rank, RankState(Status.READY, state.epoch + 1), 0)
+            return None if over else acts + more
+        return acts
 
-    def _acts(
-        self, mine: Row, other: int, rank: int, state: RankState, start: int
-    ) -> Iterator[Act | None]:
-        """Actions up to the first fence that waits for `mine`; None at the end if there is none."""
+    def _acts(self, mine: Row, rank: int, state: RankState, start: int) -> tuple[list[Act], bool]:
+        """Actions up to the first fence that waits for `mine`, and whether there is none."""
+        acts: list[Act] = []
         for item in self._program(rank, state.stage)[start:]:
             if isinstance(item, Act):
-                yield item
+                acts.append(item)
                 continue
             own, world = self.tables.bit(state, item)
-            if not (mine.facts.arrived & own or mine.facts.arrived_world & world):
-                return
-        yield None
+            facts = mine.facts
+            arrived = facts.arrived & own or facts.arrived_world & world
+            if not arrived or facts.leads & own or facts.leads_world & world:
+                return acts, False
+        return acts, True
 
     def _program(self, rank: int, stage: Stage) -> tuple[Step, ...]:
         return self.plan.programs[rank] if stage is Stage.EPOCH else self.plan.recover[rank]

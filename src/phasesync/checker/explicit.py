@@ -25,13 +25,14 @@ def explore(
     deadlocks: bool = True,
     rules: bool = True,
     whole: bool = False,
+    shortest: bool = True,
 ) -> tuple[Verdict, Found]:
     """The verdict on a plan, and what the search saw on its way."""
     space = Space(plan, faults, epochs, symmetry=symmetry, reduction=reduction, whole=whole)
     found = search(space, budget, deadlocks=deadlocks, rules=rules)
     if found.trail is None:
         return judge(found), found
-    if reduction:
+    if reduction and shortest:
         plain = Space(plan, faults, epochs, symmetry=symmetry, reduction=False, whole=whole)
         shorter = search(plain, budget, deadlocks=deadlocks, rules=rules)
         if shorter.trail is not None:

@@ -42,18 +42,20 @@ _LEFT = frozenset((Status.STOPPED, Status.ABORTED))
 _STUCK = frozenset((Status.READY, Status.WAITING))
 
 
-def _steady(row: Row, decided: int, opened_world: int, epochs: int) -> bool:
+def _steady(row: Row, block: BlockState, around: Around, epochs: int) -> bool:
     """Whether what this rank may do next is fixed, whatever else happens."""
-    state = row.state
-    if state.stage is not Stage.EPOCH:
-        return False
     match row.status:
         case Status.ACTING:
             return True
+        case Status.READY:
+            if not (row.first or row.first_world):
+                return True
+            return row.hears and bool(row.first & block[1] or row.first_world & around.broken)
         case Status.WAITING:
-            return bool(row.bit & decided or row.bit_world & opened_world)
+            decided = row.bit & (block[0] | block[1]) or row.bit_world & around.open
+            return bool(decided)
         case Status.FINISHED:
-            return state.epoch < epochs
+            return row.state.epoch < epochs
         case _:
             return False
 
@@ -191,7 +193,8 @@ class Moves:
                 draft = _Draft(self, block[0], block[1], units, rows, around)
                 _stopped(draft, slot, row)
                 return tuple(draft.found)
-            if not _steady(row, block[0] | block[1], around.open, self.epochs):
+            calm = self.endless or row.state.stage is Stage.EPOCH
+            if not (calm and _steady(row, block, around, self.epochs)):
                 continue
             if all(self.apart.ask(slot, units[slot], at, units[at]) for at in self._but(slot)):
                 draft = _Draft(self, block[0], block[1], units, rows, around)
@@ -453,7 +456,7 @@ def _stopped(draft: _Draft, slot: int, row: Row) -> None:
 
 def _finished(draft: _Draft, slot: int, row: Row) -> None:
     state = row.state
-    follows = state.stage is Stage.EPOCH or draft.around.all_live
+    follows = state.stage is Stage.EPOCH or draft.around.all_live or draft.moves.endless
     if state.epoch < draft.moves.epochs and follows:
         draft.move(Kind.BEGIN, slot, "", row.go[Kind.BEGIN])
 

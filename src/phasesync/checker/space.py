@@ -49,6 +49,8 @@ class Space:
         others: Others = NO_OTHERS,
         only: int | None = None,
     ) -> None:
+        if Defect.NO_ABORT in plan.defects:
+            faults = faults._replace(aborts=False)
         self.plan = plan
         self.faults = faults
         self.epochs = epochs
@@ -95,7 +97,8 @@ class Space:
             awaited |= each.awaits
             all_live = all_live and not each.gone
         around = Around(opened, broken, awaited, faults < self.faults.most, all_live)
-        if self.reduction and not any(each.resting for each in sums):
+        rests = any(each.resting for each in sums) and not self.others.world
+        if self.reduction and not rests:
             for at, part in enumerate(parts):
                 if moves := self.of[at].alone(part, around):
                     return [self._step(parts, sums, around, faults, at, move) for move in moves]

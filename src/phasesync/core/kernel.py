@@ -454,7 +454,8 @@ def enabled(
                         yield Event(Kind.DEADLINE, rank, name)
             case None:
                 pass
-        if faults.aborts and status in (Status.READY, Status.WAITING):
+        hears = faults.aborts and Defect.NO_ABORT not in plan.defects
+        if hears and status in (Status.READY, Status.WAITING):
             left = fences_left(plan, rank, state)
             if (
                 left

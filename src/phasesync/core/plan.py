@@ -67,6 +67,7 @@ class Defect(StrEnum):
     ABORT_RELEASES = "abort releases memory"
     LATE_ABORT = "abort after opening"
     KEY_REUSED = "key reused in the next epoch"
+    NO_ABORT = "no abort"
 
 
 class Touch(NamedTuple):
