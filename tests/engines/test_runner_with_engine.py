@@ -1,6 +1,8 @@
 """A rank's runner around a guarded engine: real tickets, verdicts read from the journals."""
 
 import asyncio
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from phasesync.engines.base import KV_CACHE, WEIGHTS, Floor
 from phasesync.engines.guard import guard
 from phasesync.engines.simulated import Budget, SimulatedEngine
 from phasesync.engines.tickets import TicketRules
-from phasesync.engines.verdicts import JournalVerdicts
+from phasesync.engines.verdicts import JournalVerdicts, StoreVerdicts
 from phasesync.engines.vllm import VllmEngine
 from phasesync.errors import EngineRefused, EpochFailed
 from phasesync.fences.inprocess import InProcessFences
@@ -137,3 +139,76 @@ def test_a_peer_that_fails_in_offload_leaves_the_engine_reclaimed_and_usable(
         assert "rank 1 cannot offload" in str(failed)
     assert world.tickets == [], "KV was never asked for"
     assert world.surface.simulated.asleep >= {KV_CACHE}
+
+
+def test_a_store_tells_the_verdict_that_a_guard_in_another_process_asks_for() -> None:
+    """Two ranks over a real store; a reader with a connection of its own."""
+    torch = pytest.importorskip("torch")
+    from phasesync.core.model import Arrival, Digest, Epoch, FenceCall, FenceKey, FenceName, Version
+    from phasesync.fences.store import StoreFences
+
+    store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    members = (Rank(RoleName("trainer"), 0), Rank(RoleName("trainer"), 1))
+    key = FenceKey("run", 0, "replica/0", 0)
+    reader = StoreVerdicts(store)
+
+    async def pass_it() -> list[Opened]:
+        ranks = [StoreFences(store, rank=member, run="run") for member in members]
+        call = FenceCall(
+            key=key,
+            fence=FenceName("memory_released"),
+            epoch=Epoch(4),
+            version=Version(4),
+            digest=Digest("d"),
+            members=members,
+            deadline_s=10,
+        )
+        for rank in ranks:
+            await rank.connect()
+        assert reader(key) is None
+        told = await asyncio.gather(
+            *(
+                rank.arrive(
+                    call,
+                    Arrival(
+                        rank=member,
+                        incarnation=0,
+                        nonce=str(member),
+                        fence=call.fence,
+                        epoch=call.epoch,
+                        version=call.version,
+                        digest=call.digest,
+                        seq=1,
+                    ),
+                )
+                for rank, member in zip(ranks, members, strict=True)
+            )
+        )
+        found = reader(key)
+        assert isinstance(found, Opened)
+        assert found.ticket == told[0].ticket == told[1].ticket
+        for rank in ranks:
+            await rank.close()
+        return list(told)
+
+    asyncio.run(pass_it())
+
+
+def test_a_guard_waits_a_moment_for_the_journal_of_whoever_closed_the_fence(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    asyncio.run(world.run(1))
+    key = world.tickets[0].key
+    lines = [(path, path.read_bytes()) for path in sorted(tmp_path.rglob("*.jsonl"))]
+    for path, _ in lines:
+        path.write_bytes(b"")
+
+    def write_late() -> None:
+        time.sleep(0.05)
+        for path, content in lines:
+            path.write_bytes(content)
+
+    writer = threading.Thread(target=write_late)
+    writer.start()
+    assert JournalVerdicts(tmp_path)(key) is None
+    assert isinstance(JournalVerdicts(tmp_path, within_s=5.0)(key), Opened)
+    writer.join()

@@ -1,15 +1,15 @@
-"""The fences' verdicts, read from the journals of a run: what a guard asks, in whatever process.
-
-Whoever closes a fence writes its judged list once, before anybody can act on it, so a journal on
-this host (or on a shared folder) tells as much as the fence's transport does, and asks nobody.
+"""The fences' verdicts as a guard reads them, in whatever process it stands: from the fences' own
+store, or from the journals of the run. Neither is the word of whoever presents a ticket.
 """
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from phasesync.core import wire
-from phasesync.core.fence import ticket_hash
+from phasesync.core.fence import cause_from_json, decode_arrivals, ticket_hash
+from phasesync.core.fence_keys import Space, Verdict
 from phasesync.core.model import (
     Broken,
     Epoch,
@@ -21,26 +21,70 @@ from phasesync.core.model import (
     Ticket,
 )
 
-__all__ = ("JournalVerdicts",)
+__all__ = ("JournalVerdicts", "StoreVerdicts")
 
 _DECIDED = b'"fence.decide"'
 
 
-class JournalVerdicts:
-    """Verdicts by key, from the journals below `folder`; only what was added is read again."""
+_EVERY_S = 0.002
 
-    def __init__(self, folder: Path | str) -> None:
+
+class StoreVerdicts:
+    """Verdicts by key, from the `torch.distributed.Store` that the run's fences are kept in.
+
+    What nobody can come to any more has been swept from the store, and counts as never decided.
+    """
+
+    def __init__(self, store: Any, *, token: str = "") -> None:
+        self._store = store.clone() if hasattr(store, "clone") else store
+        self._token = token
+
+    def __call__(self, key: FenceKey) -> FenceVerdict | None:
+        """What was decided at that fence instance, or None."""
+        at = Space.of(key.run, key.attempt, token=self._token).at(key.scope, key.generation)
+        if not self._store.check([at.verdict]):
+            return None
+        verdict = Verdict.decode(self._store.get(at.verdict))
+        if verdict.broken is not None:
+            cause = cause_from_json(verdict.broken["cause"])
+            fence = FenceName(verdict.broken["fence"] or "")
+            return Broken(key=key, fence=fence, cause=cause)
+        first = decode_arrivals(self._store.get(at.log))[0]
+        ticket = Ticket(
+            key=key,
+            fence=first.fence,
+            epoch=first.epoch,
+            count=verdict.count,
+            hash=verdict.hash,
+        )
+        return Opened(ticket=ticket)
+
+
+class JournalVerdicts:
+    """Verdicts by key, from the journals below `folder`; only what was added is read again.
+
+    A rank may pass before the line of whoever closed the fence is written, so a guard in a process
+    of its own looks for it for `within_s`. Not in the event loop of the ranks: there nobody could
+    write while it looks.
+    """
+
+    def __init__(self, folder: Path | str, *, within_s: float = 0.0) -> None:
         self._folder = Path(folder)
+        self._within_s = within_s
         self._read: dict[Path, int] = {}
         self._known: dict[FenceKey, FenceVerdict] = {}
 
     def __call__(self, key: FenceKey) -> FenceVerdict | None:
         """What was decided at that fence instance, or None while no journal says."""
-        if key not in self._known:
+        until = time.monotonic() + self._within_s
+        while key not in self._known:
             for line in self._added():
                 verdict = _verdict(line)
                 if verdict is not None:
                     self._known.setdefault(*verdict)
+            if key in self._known or time.monotonic() >= until:
+                break
+            time.sleep(_EVERY_S)
         return self._known.get(key)
 
     def _added(self) -> Iterator[dict[str, Any]]:
