@@ -182,6 +182,27 @@ def store_rank(part: Part, results: Connection) -> None:
     results.send(asyncio.run(live(part, endpoint)))
 
 
+def tcp_rank(part: Part, results: Connection) -> None:
+    from phasesync.fences.tcp import TcpFences
+
+    endpoint = TcpFences(part.address, rank=rank_of(part.number), run=part.run, token="secret")
+    results.send(asyncio.run(live(part, endpoint)))
+
+
+def tcp_host(results: Connection) -> None:
+    """Hosts a coordinator until it is killed."""
+    asyncio.run(_coordinate(results))
+
+
+async def _coordinate(results: Connection) -> None:
+    from phasesync.fences.tcp import TcpCoordinator
+
+    coordinator = TcpCoordinator(token="secret")
+    await coordinator.start()
+    results.send(coordinator.address)
+    await asyncio.Event().wait()
+
+
 def store_host(results: Connection) -> None:
     """Hosts a store until its end of the pipe closes."""
     dist: Any = import_module("torch.distributed")
@@ -201,7 +222,12 @@ class Host:
 
     process: Any
     pipe: Connection
-    port: int
+    address: Any
+
+    @property
+    def port(self) -> int:
+        port: int = self.address
+        return port
 
     def keys(self) -> list[str]:
         self.pipe.send("keys")
@@ -210,9 +236,9 @@ class Host:
 
 
 @contextmanager
-def hosted() -> Iterator[Host]:
+def hosted(target: Any = store_host) -> Iterator[Host]:
     ours, theirs = SERVER.Pipe()
-    process = SERVER.Process(target=store_host, args=(theirs,), daemon=True)
+    process = SERVER.Process(target=target, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     host = Host(process, ours, ours.recv())

@@ -137,7 +137,7 @@ def test_a_broken_promise_is_named() -> None:
     hubs: dict[str, Hub] = {}
 
     def make(run: str, rank: Rank, incarnation: int) -> FenceTransport:
-        return Counter(hubs.setdefault(run, Hub()), rank)
+        return Counter(hubs.setdefault(run, Hub()), rank, "boot")
 
     with pytest.raises(AssertionError, match="a late rank never passes alone: not broken for all"):
         asyncio.run(check_fence_transport(make))

@@ -8,6 +8,7 @@ interface unless told otherwise; the token keeps strangers out, but nothing is e
 import asyncio
 import hmac
 import logging
+import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -83,6 +84,7 @@ class TcpCoordinator:
 
     def __init__(self, *, token: str = "", host: str = "127.0.0.1", port: int = 0) -> None:
         self.greeting = greeting(token)
+        self.boot = secrets.token_hex(8)
         self._host = host
         self._port = port
         self._server: asyncio.Server | None = None
@@ -100,6 +102,11 @@ class TcpCoordinator:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(partial(_Peer, self), self._host, self._port)
         self._port = self._server.sockets[0].getsockname()[1]
+
+    @property
+    def peers(self) -> int:
+        """How many connections there are."""
+        return len(self._peers)
 
     async def close(self) -> None:
         """Cut all connections: whoever waits loses the transport."""
@@ -227,7 +234,7 @@ class _Peer(asyncio.Protocol):
             self.rank = Rank(RoleName(str(rank[0])), int(rank[1]))
             self.incarnation = int(incarnation)
             self._hub().come_back(self.rank, self.incarnation)
-        self._done(request)
+        self._done(request, self._coordinator.boot)
 
     def members(self, digest: str, ranks: Sequence[Any]) -> None:
         self._members[digest] = ranks_from_json(ranks)
@@ -360,6 +367,7 @@ class TcpFences(asyncio.Protocol):
         token: str = "",
     ) -> None:
         self.rank = rank
+        self.boot: str | None = None
         self._address = address
         self._run = (run, attempt)
         self._incarnation = incarnation
@@ -391,7 +399,8 @@ class TcpFences(asyncio.Protocol):
             raise self._lost from error
         assert self._transport is not None
         self._transport.write(self._greeting)
-        await self._ask("hello", self.rank and list(self.rank), self._incarnation, *self._run)
+        me = self.rank and list(self.rank)
+        self.boot = (await self._ask("hello", me, self._incarnation, *self._run)).said
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

@@ -1,0 +1,207 @@
+"""The coordinator: who may speak to it, and what happens when somebody is gone."""
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from phasesync.core.fence_messages import GREETING_BYTES, frame, greeting
+from phasesync.core.model import Rank, RoleName
+from phasesync.errors import PlanError, StoreLost
+from phasesync.fences.tcp import TcpCoordinator, TcpFences
+from phasesync.testing import FenceWorld
+from tests.fences.processes import (
+    Host,
+    Part,
+    hosted,
+    rank_of,
+    results,
+    running,
+    tcp_host,
+    tcp_rank,
+)
+
+T0 = Rank(RoleName("trainer"), 0)
+SIZE = 4
+VICTIM = 2
+WITHIN_S = 30.0
+
+
+@asynccontextmanager
+async def coordinator() -> AsyncIterator[TcpCoordinator]:
+    opened = TcpCoordinator(token="secret")
+    await opened.start()
+    yield opened
+    await opened.close()
+
+
+async def closed(reader: asyncio.StreamReader) -> bytes:
+    """What came until the other end closed."""
+    try:
+        return await asyncio.wait_for(reader.read(), 10)
+    except ConnectionResetError:
+        return b""
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"x" * GREETING_BYTES,
+        greeting("another run"),
+        greeting("secret") + (1 << 30).to_bytes(4, "big") + b"{",
+        greeting("secret") + (4).to_bytes(4, "big") + b"junk",
+        greeting("secret") + (12).to_bytes(4, "big") + b'["nonsense"]',
+        greeting("secret") + (13).to_bytes(4, "big") + b'["watch",1,2]',
+    ],
+    ids=["http", "other token", "a GiB", "no JSON", "no request", "no run"],
+)
+def test_a_stranger_is_refused_and_logged_once(
+    said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def knock() -> None:
+        async with coordinator() as server:
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection(*server.address)
+                writer.write(said)
+                assert await closed(reader) == b""
+                writer.close()
+            world = FenceWorld(
+                lambda run, rank, n: TcpFences(
+                    server.address, rank=rank, run=run, incarnation=n, token="secret"
+                ),
+                2,
+            )
+            await world.open()
+            assert all([await world.all_arrive(world.call())])
+            await world.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(knock())
+    assert len([r for r in caplog.records if "refused a connection" in r.getMessage()]) == 1
+
+
+def test_who_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phasesync.fences.tcp.GREETING_S", 0.2)
+
+    async def knock() -> None:
+        async with coordinator() as server:
+            reader, writer = await asyncio.open_connection(*server.address)
+            assert await closed(reader) == b""
+            writer.close()
+
+    asyncio.run(knock())
+
+
+def test_a_wrong_token_is_said_at_the_other_end() -> None:
+    async def connect() -> None:
+        async with coordinator() as server:
+            endpoint = TcpFences(server.address, rank=T0, run="r", token="wrong")
+            with pytest.raises(StoreLost, match="compare the run's token on both sides"):
+                await endpoint.connect()
+            await endpoint.close()
+
+    asyncio.run(connect())
+
+
+def test_nobody_at_the_other_end_is_said() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()
+
+    async def connect() -> None:
+        endpoint = TcpFences(address, rank=T0, run="r")
+        with pytest.raises(StoreLost, match="no coordinator at"):
+            await endpoint.connect()
+        await endpoint.close()
+
+    asyncio.run(connect())
+
+
+def test_a_fence_of_another_attempt_is_refused() -> None:
+    async def arrive() -> None:
+        async with coordinator() as server:
+            endpoint = TcpFences(server.address, rank=T0, run="r", attempt=1, token="secret")
+            await endpoint.connect()
+            with pytest.raises(PlanError, match="make one for each attempt"):
+                await endpoint.missing(FenceWorld(None, 1, run="r").call())  # type: ignore[arg-type]
+            await endpoint.close()
+
+    asyncio.run(arrive())
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_a_fence_is_two_messages_a_rank(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = 0
+
+    def counting(*parts: bytes) -> bytes:
+        nonlocal sent
+        sent += 1
+        return frame(*parts)
+
+    async def count() -> int:
+        async with coordinator() as server:
+            world = FenceWorld(
+                lambda run, rank, n: TcpFences(
+                    server.address, rank=rank, run=run, incarnation=n, token="secret"
+                ),
+                size,
+            )
+            await world.open()
+            await world.all_arrive(world.call(0))
+            before = sent
+            await world.all_arrive(world.call(1))
+            after = sent
+            await world.close()
+            return after - before
+
+    monkeypatch.setattr("phasesync.fences.tcp.frame", counting)
+    assert asyncio.run(count()) == 2 * size
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    with hosted(tcp_host) as host:
+        yield host
+
+
+def parts(host: Host, **bad: Any) -> list[Part]:
+    base = Part(number=0, size=SIZE, run=secrets.token_hex(4), address=host.address)
+    all_of_them = [replace(base, number=n, deadline_s=20.0) for n in range(SIZE)]
+    all_of_them[VICTIM] = replace(all_of_them[VICTIM], **bad)
+    return all_of_them
+
+
+def test_a_killed_rank_is_known_at_once_without_a_launcher(host: Host) -> None:
+    with running(tcp_rank, parts(host, act="killed")) as started:
+        started[VICTIM][0].join(WITHIN_S)
+        died = time.monotonic()
+        seen = results(started, WITHIN_S)
+    assert sorted(seen) == [0, 1, 3]
+    causes = {who.last[1] for who in seen.values()}
+    (cause,) = causes
+    assert (cause.kind, cause.ranks) == ("dead", (rank_of(VICTIM),))
+    assert max(who.ended_at[-1] for who in seen.values()) - died < 1
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_coordinator_that_is_gone_is_lost(signal_number: int) -> None:
+    with hosted(tcp_host) as host:
+        waiting = parts(host, act="late", late_s=30.0)
+        with running(tcp_rank, [replace(p, deadline_s=3.0) for p in waiting]) as started:
+            time.sleep(1.5)
+            os.kill(host.process.pid, signal_number)
+            del started[VICTIM]
+            seen = results(started, WITHIN_S)
+    assert sorted(seen) == [0, 1, 3]
+    assert {who.last[0] for who in seen.values()} == {"lost"}
+    assert max(who.waited_s[-1] for who in seen.values()) < 3.0 + 1.0 + 0.5
+    assert max(who.lag_s for who in seen.values()) < 0.5
