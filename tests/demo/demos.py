@@ -1,19 +1,16 @@
 """Whole demos as tests see them: settings in, exit code, screen and journals out."""
 
 import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from phasesync.audit.answer import Evidence
-from phasesync.audit.conformance import Conformance
 from phasesync.core import wire
 from phasesync.demo import DemoSettings, run_demo
-from phasesync.spec import load
+from phasesync.report.audit import audit_run
 
-__all__ = ("Played", "audited", "journals", "played")
+__all__ = ("Played", "journals", "played", "waited")
 
 
 class Played(NamedTuple):
@@ -42,7 +39,7 @@ class Played(NamedTuple):
 def played(runs: Path, **settings: Any) -> Played:
     """The demo that was played with these settings."""
     console = Console(file=io.StringIO(), width=200, force_terminal=False)
-    code = run_demo(DemoSettings(runs=runs, **settings), audit_run=audited, console=console)
+    code = run_demo(DemoSettings(runs=runs, **settings), audit_run=audit_run, console=console)
     assert isinstance(console.file, io.StringIO)
     folder = max(runs.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     return Played(code, console.file.getvalue().splitlines(), folder, journals(folder))
@@ -58,13 +55,7 @@ def journals(folder: Path) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: int(line["mono_ns"]))
 
 
-def audited(folder: Path) -> tuple[int, Sequence[str]]:
-    """What the kernel says of the journals: the first rule broken, or that nothing is."""
-    replay = Conformance(lambda _: load(folder / "protocol.yaml"))
-    for at, line in enumerate(journals(folder)):
-        replay.see(at, Evidence(str(folder), at), line)
-    for finding in replay.findings:
-        if finding.rule is not None:
-            guilty = ", ".join(map(str, finding.guilty))
-            return 1, [f"{finding.rule}, guilty {guilty}: {finding.because}"]
-    return 0, ["ok: nothing in the journals breaks the protocol"]
+def waited(demo: Played, rank: str) -> str:
+    """Where others waited longest for a rank, as the screen says it."""
+    start = f"waited for: {rank}, "
+    return next(row for row in demo.screen if row.startswith(start)).partition("longest ")[2]

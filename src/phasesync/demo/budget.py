@@ -65,7 +65,7 @@ class DeviceBudget:
                 raise Refused(f"{who} holds {what} on {self.name} already; release it first")
             free = self._free(held)
             if size > free:
-                holders = tuple((each.who, each.what, each.size) for each in held)
+                holders = tuple((each.who, each.what, each.size) for each in sorted(held))
                 raise DeviceOutOfMemory(self.name, who, what, size, free, self.capacity, holders)
             held.append(Holding(who, what, size))
 

@@ -178,7 +178,8 @@ class _Launcher:
         if self._host is not None and self._host.pipe is not None:
             self._host.pipe.send(Lost(cause, 0))
         self._budgets[rank.number].give(str(rank))
-        self._view.news(f"{rank} {end.cause}" + (f" in {phase}" if phase else ""))
+        where = f" in {phase}" if phase else ""
+        self._view.news(f"{rank} was {end.cause}{where}")
 
     def _death(self, rank: Rank, code: int | None) -> RankEnd:
         return RankEnd(rank, "died", _how(code))
@@ -189,7 +190,7 @@ class _Launcher:
             if child.process.is_alive() or child.process.exitcode == 0:
                 continue
             del engines[rank]
-            self._view.news(f"{rank} {_how(child.process.exitcode)}")
+            self._view.news(f"{rank} was {_how(child.process.exitcode)}")
             for number in self._script.replicas[rank.number]:
                 self._budgets[number].give(str(rank))
 
@@ -222,5 +223,5 @@ def _end(child: _Child) -> None:
 def _how(code: int | None) -> str:
     """An exit code in words."""
     if code is not None and code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"exited with code {code} and no word"
+        return f"killed by {signal.Signals(-code).name}"
+    return f"gone with exit code {code} and no word"

@@ -17,12 +17,14 @@ __all__ = ("HEIGHT", "WIDTH", "screen_of")
 WIDTH = 80
 HEIGHT = 40
 WAITED_MAX = 3
+CAUSE_MAX = 6
+FEW = 4
 
 
 def screen_of(
     script: Script, ending: Ending, lines: Sequence[dict[str, Any]], verdict: Sequence[str]
 ) -> list[Text]:
-    """At most HEIGHT lines of at most WIDTH columns."""
+    """At most HEIGHT lines of at most WIDTH columns; only a long path is longer."""
     run = timeline.read(lines)
     above = [
         _title(script, run),
@@ -38,9 +40,14 @@ def screen_of(
         *_ranks(ending),
         Text(),
     ]
-    below = _where(script.folder)
-    room = HEIGHT - len(above) - len(below) - 1
-    return [*above, *_verdict(verdict, room), *below]
+    below = _where(script.shown)
+    taken = len(above) + sum(_height(row) for row in below)
+    return [*above, *_verdict(verdict, HEIGHT - taken), *below]
+
+
+def _height(row: Text) -> int:
+    """How many lines of a terminal a row takes."""
+    return max(-(-len(row) // WIDTH), 1)
 
 
 def _title(script: Script, run: Run) -> Text:
@@ -78,21 +85,36 @@ def _outputs(run: Run, script: Script) -> list[Text]:
             proofs.setdefault(int(line["epoch"]), set()).add(f"{line['role']}/{line['rank']}")
     if not proofs:
         return [Text("engine outputs: none were served")]
-    counts = ", ".join(f"epoch {epoch}: {len(ranks)}" for epoch, ranks in sorted(proofs.items()))
-    return [
-        *_wrapped(f"engine outputs equal to the trainer's own and new, ranks: {counts}"),
-    ]
+    counts = {epoch: len(ranks) for epoch, ranks in sorted(proofs.items())}
+    return _wrapped(f"engine outputs equal the trainer's own and are new on {_spans(counts)}")
+
+
+def _spans(counts: dict[int, int]) -> str:
+    """`4 ranks in epochs 1 to 3, 2 in epoch 4`."""
+    spans: list[list[int]] = []
+    for epoch, count in counts.items():
+        if spans and spans[-1][2] == count:
+            spans[-1][1] = epoch
+        else:
+            spans.append([epoch, epoch, count])
+    parts = []
+    for first, last, count in spans:
+        ranks = "rank" if count == 1 else "ranks"
+        when = f"epoch {first}" if first == last else f"epochs {first} to {last}"
+        parts.append(f"{count} {ranks} in {when}")
+    return ", ".join(parts)
 
 
 def _ranks(ending: Ending) -> list[Text]:
     """How ranks ended, those with the same cause together."""
+    most = CAUSE_MAX if len(ending.ranks) <= FEW else CAUSE_MAX // 2
     alike: dict[tuple[str, str], list[str]] = {}
     for end in ending.ranks:
         alike.setdefault((end.how, end.cause), []).append(str(end.rank))
     rows = []
     for (how, cause), ranks in alike.items():
         text = f"{', '.join(ranks)}: {_ENDS[how]}{cause}"
-        rows += _wrapped(text, most=4)
+        rows += _wrapped(text, most=most)
     if ending.survived_s is not None:
         rows.append(Text(f"from the kill to the end of the last rank: {ending.survived_s:.1f} s"))
     return rows
@@ -103,19 +125,18 @@ _ENDS = {"done": "done", "failed": "epoch failed: ", "died": "", "error": "error
 
 def _verdict(verdict: Sequence[str], room: int) -> list[Text]:
     rows = [row for line in verdict for row in _wrapped(line)]
-    if len(rows) > max(room, 1):
-        rows = [*rows[: max(room - 1, 1)], Text("... the rest: see the command below")]
+    if len(rows) > room:
+        rows = [*rows[: max(room - 1, 1)], Text("... the rest: the command below")][:room]
     if rows:
         rows[0].stylize("bold")
     return rows
 
 
 def _where(folder: Path) -> list[Text]:
-    cwd = Path.cwd()
-    shown = folder.relative_to(cwd) if folder.is_relative_to(cwd) else folder
+    """Never broken: whoever copies it gets what works."""
     return [
-        *_wrapped(f"journals:  {shown}"),
-        *_wrapped(f"audit it:  phasesync audit {shlex.quote(str(shown))}"),
+        Text(f"journals:  {folder}"),
+        Text(f"audit it:  phasesync audit {shlex.quote(str(folder))}"),
     ]
 
 

@@ -109,6 +109,12 @@ class Script:
         return self.runs / self.run
 
     @property
+    def shown(self) -> Path:
+        """The folder as a user would type it here."""
+        cwd = Path.cwd()
+        return self.folder.relative_to(cwd) if self.folder.is_relative_to(cwd) else self.folder
+
+    @property
     def protocol_file(self) -> Path:
         """The protocol that was run, kept beside its journals."""
         return self.folder / PROTOCOL_FILE

@@ -129,12 +129,15 @@ class Trainer:
 
     async def load_back(self, turn: Turn) -> None:
         budget = self.device.budget
-        turn.progress(capacity_bytes=budget.capacity)
+        turn.progress(capacity_bytes=budget.capacity, free_bytes=budget.free_bytes())
         budget.take(self._who, self._names.params, self._script.sizes.params)
         self._params = await self._work(lambda: [layer.clone() for layer in self._host])
+        turn.progress(free_bytes=budget.free_bytes())
 
     async def train(self, turn: Turn) -> None:
-        self.device.budget.take(self._who, self._names.cache, self._script.sizes.cache)
+        budget = self.device.budget
+        budget.take(self._who, self._names.cache, self._script.sizes.cache)
+        turn.progress(free_bytes=budget.free_bytes())
         losses = await self._work(lambda: learn(self._params, self._script.seed))
         turn.progress(loss=round(losses[-1], 6))
 

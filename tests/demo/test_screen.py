@@ -1,0 +1,66 @@
+"""The last screen: it fits, and it is the stored one but for times. REWRITE=1 writes it anew."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from phasesync.demo.screen import HEIGHT, WIDTH
+from tests.demo.demos import Played, played
+
+STORED = Path(__file__).parent / "screens"
+
+CASES: dict[str, dict[str, object]] = {
+    "colocated": {},
+    "break-fence": {"break_fence": True},
+    "basic": {"protocol": "basic", "ranks": 2, "epochs": 2},
+    "kill": {"kill": "3@offload", "backend": "torch"},
+}
+
+
+def masked(demo: Played) -> str:
+    """The screen with what differs from run to run masked: times, lanes, bars, names of folders."""
+    rows = []
+    for row in demo.screen:
+        if row.startswith("waited for: "):
+            continue  # Whom a busy machine made late is another test's.
+        text = re.sub(r"^(trainer/\d+|cpu\d+)  +.*(?<!: done)$", r"\1 <over time>", row)
+        text = text.replace("! cut off", "").replace(
+            "  †", "†"
+        )  # Where a break finds a rank varies.
+        text = re.sub(r"(jsonl):\d+", r"\1:#", text)
+        text = re.sub(r"\|epoch (\d+) *", r"|epoch \1 ", text)
+        text = re.sub(r"\d+\.\d s", "#.# s", text)
+        text = text.replace(demo.folder.name, "<run>")
+        text = re.sub(r"\b[\w.-]+(?=/cpu\d)", "<host>", text)
+        rows.append(text.rstrip())
+    return "\n".join(rows) + "\n"
+
+
+def fits(screen: list[str]) -> None:
+    assert len(screen) <= HEIGHT
+    assert max(map(len, screen)) <= WIDTH
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_last_screen_is_the_stored_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings: dict[str, object] = {"backend": "inprocess", **CASES[name]}
+    demo = played(Path("runs"), **settings)
+    fits(demo.screen)
+    stored = STORED / f"{name}.txt"
+    if os.environ.get("REWRITE"):
+        stored.parent.mkdir(exist_ok=True)
+        stored.write_text(masked(demo))
+    assert masked(demo) == stored.read_text()
+
+
+def test_many_ranks_fit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    demo = played(Path("runs"), backend="inprocess", ranks=10, epochs=1, break_fence=True)
+    fits(demo.screen)
+    assert "... and 2 more ranks" in demo.screen
+    assert any(row.startswith("violation R-FENCE at resume_kv") for row in demo.screen)
