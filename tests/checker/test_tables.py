@@ -86,13 +86,13 @@ def walk(space: Space, chance: random.Random, steps: int) -> None:
 def test_compiled_steps_are_the_kernels(seed: int) -> None:
     chance = random.Random(seed)
     defect = chance.choice([None, None, *Defect])
-    options = {
-        "replica_size": chance.choice([1, 2, 3]),
+    size = chance.choice([1, 2, 3])
+    options: dict[str, bool | int | str] = {
+        "replica_size": size,
         "param_offload": chance.random() < 0.5,
         "free_cache_engine": chance.random() < 0.5,
         "fence_scope": chance.choice(["replica", "world"]),
     }
-    size = int(options["replica_size"])
     faults = ONE_OF_ALL._replace(most=chance.choice([1, 2, 3]))
     space = Space(
         plan(size * chance.choice([1, 2]), defect, **options),
@@ -106,14 +106,10 @@ def test_compiled_steps_are_the_kernels(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("switches", "states"),
-    [
-        ({"symmetry": False, "reduction": False}, 44959),
-        ({"symmetry": True, "reduction": False}, 22587),
-        ({"symmetry": True, "reduction": True}, 723),
-    ],
+    ("symmetry", "reduction", "states"),
+    [(False, False, 44959), (True, False, 22587), (True, True, 723)],
     ids=["full", "symmetry", "both"],
 )
-def test_reductions_leave_fewer_states(switches: dict[str, bool], states: int) -> None:
-    found = search(Space(plan(4), Faults(), 1, **switches))
+def test_reductions_leave_fewer_states(symmetry: bool, reduction: bool, states: int) -> None:
+    found = search(Space(plan(4), Faults(), 1, symmetry=symmetry, reduction=reduction))
     assert (found.states, found.trail) == (states, None)

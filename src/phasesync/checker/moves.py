@@ -297,8 +297,10 @@ class _Draft:
         )
 
     def _all_later(self, units: list[int]) -> bool:
-        rows = (self.tables.row(at, unit) for at, unit in enumerate(units))
-        return all(row.state.epoch > 1 for row in rows if row.facts.awaits_world or row.facts.gone)
+        """Whether every rank, dead ones too, has left the first epoch."""
+        slots = self.tables.slots
+        rows = (self.tables.row(at, unit) for at, unit in enumerate(units) if slots[at].rank >= 0)
+        return all(row.state.epoch > 1 for row in rows)
 
     def _on(
         self, slot: int, units: list[int], opened: int, broken: int, arrives: int

@@ -1,0 +1,147 @@
+"""`check` on the shipped protocols, and every mistake planted in them."""
+
+import itertools
+import time
+
+import pytest
+
+from phasesync.checker import Settings, check
+from phasesync.checker.mutants import mutations, rescoped, survey, swapped, without_fence
+from phasesync.checker.report import Report
+from phasesync.core.kernel import initial, step
+from phasesync.core.model import OptionValue
+from phasesync.core.properties import Violation, violations
+from phasesync.core.verdict import Holds, Undecided, Violated
+from phasesync.errors import PlanError
+from phasesync.report.check_text import report_lines, survey_lines
+from phasesync.spec import load, shipped
+
+COLOCATED = load("colocated")
+QUICK = Settings(any_n=False)
+FENCES = [fence.name for fence in COLOCATED.fences]
+
+
+def reach(report: Report, name: str) -> tuple[str, str]:
+    found = next(each for each in report.summaries if each.property == name)
+    return found.verdict, found.reach
+
+
+def test_colocated_holds_for_any_n_and_cannot_deadlock_up_to_four() -> None:
+    pinned: dict[str, OptionValue] = {
+        "param_offload": True,
+        "free_cache_engine": True,
+        "fence_scope": "replica",
+    }
+    report = check(COLOCATED, options=pinned)
+    assert isinstance(report.verdict, Holds)
+    assert reach(report, "safety") == ("holds", "any N, 2 option assignments")
+    assert reach(report, "deadlock") == ("holds", "up to N = 4")
+    assert "pass memory_released" in report.reached
+    assert "recover" in report.reached
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_protocol_holds_at_two(name: str) -> None:
+    report = check(load(name), ranks=2, settings=QUICK)
+    assert isinstance(report.verdict, Holds), "\n".join(report_lines(report))
+
+
+@pytest.mark.parametrize(
+    ("fence", "rule", "steps"),
+    [
+        ("ready_for_weights", "never", 12),
+        ("staged", "mapped", 22),
+        ("transfer_done", "race", 32),
+        ("memory_released", "never", 38),
+        ("ready_to_serve", "mapped", 46),
+        ("rollout_over", "mapped", 56),
+        ("asleep", "never", 61),
+    ],
+)
+def test_no_fence_is_decoration(fence: str, rule: str, steps: int) -> None:
+    report = check(COLOCATED, ranks=2, faults="none", mutate=without_fence(fence), settings=QUICK)
+    case = report.counterexample
+    assert case is not None
+    assert isinstance(case.verdict, Violated)
+    assert (case.verdict.property, len(case.verdict.path)) == (rule, steps)
+
+
+def test_a_counterexample_replays_on_the_kernel() -> None:
+    report = check(COLOCATED, ranks=4, mutate=without_fence("staged"), settings=QUICK)
+    case = report.counterexample
+    assert case is not None
+    assert case.plan is not None
+    assert isinstance(case.verdict, Violated)
+    system = initial(case.plan)
+    broken: tuple[Violation, ...] = ()
+    for event in case.verdict.path:
+        assert broken == ()
+        after = step(case.plan, system, event)
+        broken = violations(case.plan, system, event, after)
+        system = after
+    assert broken == case.verdict.violations
+
+
+def test_the_leader_maps_kv_while_a_peer_still_holds() -> None:
+    """verl 7851: the world barrier before resume(tags=["kv_cache"]) was not there."""
+    report = check(COLOCATED, ranks=2, mutate=without_fence("memory_released"), settings=QUICK)
+    assert isinstance(report.verdict, Violated)
+    assert report.verdict.path[-1].name == "resume_kv"
+    assert report.verdict.path[-1].rank == 0
+    assert {"staging"} <= {name for each in report.verdict.violations for name in each.resources}
+    text = "\n".join(report_lines(report))
+    assert "broken: never: trainer/0 on device/1: kv_cache and staging together" in text
+    assert "steps 1 to 26, in any order that the fences allow:" in text
+
+
+def test_a_barrier_with_one_rank_raising_is_a_deadlock() -> None:
+    """A bare world barrier: the others never hear of the failure."""
+    no_abort = next(each for each in mutations(COLOCATED) if each.name == "no abort")
+    report = check(COLOCATED, ranks=2, faults="fail", mutate=no_abort.mutate, settings=QUICK)
+    assert isinstance(report.verdict, Violated)
+    assert report.verdict.property == "deadlock"
+    assert "waits for ever at fence" in report.verdict.says
+
+
+def test_any_n_needs_explicit_ranks_to_call_a_rule_broken() -> None:
+    report = check(
+        COLOCATED,
+        options={"replica_size": 2, "param_offload": True, "free_cache_engine": True},
+        mutate=without_fence("staged"),
+    )
+    assert reach(report, "safety") == ("violated", "at N = 2")
+
+
+def test_an_exhausted_budget_is_no_pass() -> None:
+    clock = itertools.count(0.0, 0.001)
+    limited = Settings(any_n=False, time_limit_s=0.05, now=lambda: next(clock))
+    report = check(COLOCATED, ranks=4, settings=limited)
+    assert isinstance(report.verdict, Undecided)
+    few = check(COLOCATED, ranks=4, settings=Settings(any_n=False, states_max=1000))
+    assert isinstance(few.verdict, Undecided)
+    assert few.verdict.bound == "1,000 states"
+    assert few.to_json()["verdict"] == "undecided"
+
+
+def test_swap_and_scope() -> None:
+    report = check(COLOCATED, ranks=2, mutate=swapped("stage", "staged"), settings=QUICK)
+    assert isinstance(report.verdict, Violated)
+    wider = check(COLOCATED, ranks=2, mutate=rescoped("staged", "world"), settings=QUICK)
+    assert isinstance(wider.verdict, Holds)
+    with pytest.raises(PlanError, match="no phase or fence 'stagd'"):
+        check(COLOCATED, ranks=2, mutate=without_fence("stagd"), settings=QUICK)
+
+
+def test_no_mutant_of_colocated_survives() -> None:
+    found = survey(COLOCATED)
+    assert [mutant.mutation for mutant in found.survivors] == []
+    assert survey_lines(found)[-1] == "no survivor"
+
+
+def test_json_is_plain() -> None:
+    report = check(load("basic"), settings=Settings(now=time.monotonic))
+    body = report.to_json()
+    assert body["check"] == 1
+    assert body["verdict"] == "holds"
+    assert isinstance(body["cases"], list)
+    assert body["cases"][0]["ranks"] == "any"
