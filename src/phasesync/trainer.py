@@ -134,10 +134,8 @@ class ModuleOffloader:
         before, live = self.device.free_bytes(), self.device.allocated_bytes()
         moved = self.held_bytes
         self.module.zero_grad(set_to_none=True)
-        if self._is_sharded:
-            self.module.to("cpu")
-        elif moved:
-            self._park()
+        if moved:
+            self._leave()
         self.device.release()
         if check and live is not None:
             self._check_let_go(moved, live)
@@ -150,12 +148,12 @@ class ModuleOffloader:
         """Copy back to the device and wait; the bytes moved."""
         held = self.held_bytes
         target = self.device.torch_device
-        if self._is_sharded:
-            self.module.to(target)
+        if self._is_sharded or self._handles:
+            self._move(target)
         else:
             for tensor in self._tensors():
                 if tensor.device.type != target.type:
-                    _set_data(tensor, tensor.data.to(target, non_blocking=True))
+                    tensor.data = tensor.data.to(target, non_blocking=True)
         self.device.synchronise()
         return self.held_bytes - held
 
@@ -178,8 +176,47 @@ class ModuleOffloader:
 
     @property
     def _is_sharded(self) -> bool:
-        """FSDP2 keeps its parameters as sharded tensors, and follows only its own `to`."""
+        """FSDP2 keeps its parameters as sharded tensors, and follows only the module's `to`."""
         return any(hasattr(tensor, "_local_tensor") for tensor in self.module.parameters())
+
+    @property
+    def _handles(self) -> list[Any]:
+        """FSDP1 keeps its parameters flat, and views of them, behind handles of its own."""
+        found = (getattr(module, "_handle", None) for module in self.module.modules())
+        return [handle for handle in found if hasattr(handle, "flat_param_to")]
+
+    def _leave(self) -> None:
+        if self._is_sharded or self._handles:
+            self._move(torch.device("cpu"))
+            return
+        parts = len({id(each) for each in (*self.module.parameters(), *self.module.buffers())})
+        if len(list(self._tensors())) < parts - self._empty:
+            raise EngineError(
+                "parameters of this module are views of one buffer, and moving them one by one "
+                "would part them; use the offload of the framework that made the buffer"
+            )
+        self._park()
+
+    @property
+    def _empty(self) -> int:
+        return sum(
+            not _nbytes(each) for each in (*self.module.parameters(), *self.module.buffers())
+        )
+
+    def _move(self, target: torch.device) -> None:
+        """Move what FSDP keeps, by its own means."""
+        handles = self._handles
+        if not handles:
+            self.module.to(target)
+        for handle in handles:
+            handle.flat_param_to(target)
+            flat = handle.flat_param
+            flat._local_shard = flat.data
+            if not handle.uses_sharded_strategy:
+                # A flat parameter that is never sharded is used through views of its memory.
+                handle._use_unsharded_views(as_params=handle._use_orig_params)
+        for buffer in self.module.buffers() if handles else ():
+            buffer.data = buffer.data.to(target)
 
     def _park(self) -> None:
         here = self.device.torch_device.type
@@ -189,7 +226,7 @@ class ModuleOffloader:
         # The copies are only enqueued; what they read must live until they have happened.
         self.device.synchronise()
         for tensor in moving:
-            _set_data(tensor, self._host[id(tensor)])
+            tensor.data = self._host[id(tensor)]
 
     def _host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         host = self._host.get(id(tensor))
@@ -200,11 +237,13 @@ class ModuleOffloader:
         return host
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor that holds memory, once; FSDP1 keeps its in flat parameters."""
-        seen: set[int] = set()
+        """One tensor for each piece of memory that parameters and buffers hold."""
+        seen: set[tuple[torch.device, int]] = set()
         for tensor in (*self.module.parameters(), *self.module.buffers()):
-            if id(tensor) not in seen and _nbytes(tensor):
-                seen.add(id(tensor))
+            memory = getattr(tensor, "_local_tensor", tensor)
+            where = (memory.device, memory.untyped_storage().data_ptr())
+            if where not in seen and _nbytes(tensor):
+                seen.add(where)
                 yield tensor
 
 
@@ -262,10 +301,3 @@ def _backend(device: torch.device) -> Any:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return int(getattr(tensor, "_local_tensor", tensor).untyped_storage().nbytes())
-
-
-def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Give `tensor` other memory and keep its identity."""
-    tensor.data = data
-    if hasattr(tensor, "_local_shard"):
-        tensor._local_shard = tensor.data  # FSDP1 holds a second reference to the same memory.

@@ -2,6 +2,7 @@
 tests/data/gpu, measured once."""
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,44 @@ def test_a_module_that_stays_on_its_device_is_found_out() -> None:
 
     with pytest.raises(EngineError, match=r"offload moved 1000 bytes off .* 0 less than before"):
         Stuck(torch.nn.Linear(2, 2), CountedDevice(0)).offload()
+
+
+def test_parameters_that_are_views_of_one_buffer_are_not_parted() -> None:
+    module = torch.nn.Sequential(
+        torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    )
+    flat = torch.zeros(8)
+    for number, layer in enumerate(module):
+        layer.weight.data = flat[4 * number : 4 * number + 4].view(2, 2)
+
+    class Accelerator(ModuleOffloader):
+        @property
+        def held_bytes(self) -> int:
+            return 32
+
+    with pytest.raises(EngineError, match="are views of one buffer"):
+        Accelerator(module, CountedDevice(0)).offload()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching:UserWarning")
+@pytest.mark.parametrize("original", [False, True])
+def test_fsdp_moves_by_its_own_handles(original: bool, tmp_path: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        module = FullyShardedDataParallel(
+            torch.nn.Linear(4, 4), use_orig_params=original, device_id=torch.device("cpu")
+        )
+        answer = module(torch.ones(2, 4))
+        offloader = ModuleOffloader(module, TorchDevice("cpu"))
+        assert offloader._handles
+        offloader._move(torch.device("cpu"))
+        assert torch.equal(module(torch.ones(2, 4)), answer)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_optimizer_state_moves_and_steps_on() -> None:
