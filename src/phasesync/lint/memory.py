@@ -60,11 +60,9 @@ def memory_rules(view: View) -> Findings:
 
 
 def _counts(view: View) -> Mapping[str, int]:
-    """As few ranks of each role as fill its groups."""
-    sizes = {role: [1] for role in view.programs}
-    for group in view.protocol.groups:
-        sizes.get(group.of, []).append(view.size(group.name))
-    return {role: lcm(*found) for role, found in sizes.items()}
+    """As few devices as fill all groups, and one rank of each role on each."""
+    devices = lcm(*(view.size(group.name) for group in view.protocol.groups))
+    return dict.fromkeys(view.programs, devices)
 
 
 def _next(plan: Plan, system: System) -> Event | None:
