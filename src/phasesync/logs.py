@@ -102,7 +102,7 @@ def _journal(path: Path, name: str, line: dict[str, Any]) -> Source:
         LogError: it was written by a newer phasesync.
     """
     version = line.get("journal", FORMAT)
-    if not isinstance(version, int) or version > FORMAT:
+    if isinstance(version, int) and version > FORMAT:
         raise LogError(
             f"{path}: journal format {str(version)[:20]}; this phasesync reads up to {FORMAT}: "
             "upgrade it"

@@ -5,6 +5,7 @@ never covered by an `ok`, and is the first suspect of whatever it was needed for
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from phasesync.audit.answer import (
@@ -20,7 +21,7 @@ from phasesync.audit.auditor import Audit
 from phasesync.audit.clocks import Clocks
 from phasesync.audit.conformance import Conformance
 from phasesync.audit.events import EMPTY, Event, Header, text_of
-from phasesync.audit.merge import Merge, Stream
+from phasesync.audit.merge import Merge, Stream, instance_of
 from phasesync.audit.rules.base import Rule
 from phasesync.audit.rules.fences import Exclusive, Lifetime
 from phasesync.audit.rules.memory import Drift
@@ -160,20 +161,20 @@ class JournalAudit:
         self._hashes: dict[tuple[object, ...], tuple[str, str, Evidence]] = {}
         self._scopes: dict[str, tuple[str, ...]] = {}
         self._digests: dict[object, dict[str, Evidence]] = {}
-        self._names: dict[tuple[object, object], str] = {}
+        self._names: dict[tuple[str, int], str] = {}
         self._planned = False
+        self._incomplete: set[str] = set()
 
     # ------------------------------------------------------------------ lines
 
     def feed(self, file: str, number: int, line: dict[str, Any]) -> None:
         """Take in the next line."""
         at = self.at = self.at + 1
-        key = (line.get("role"), line.get("rank"))
-        name = self._names.get(key)
-        if name is None:
-            name = self._name(key, file, number)
-            if name is None:
-                return
+        role, number_ = line.get("role"), line.get("rank")
+        if type(role) is not str or type(number_) is not int:
+            self._note("no role or rank", Evidence(file, number), SUSPECTED)
+            return
+        name = self._names.get((role, number_)) or self._name((role, number_))
         where = Evidence(file, number)
         event = line.get("event")
         rank = self._ranks[name]
@@ -193,12 +194,8 @@ class JournalAudit:
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             self._note(f"a field of the line is not what it should be ({error})", where, SUSPECTED)
 
-    def _name(self, key: tuple[object, object], file: str, number: int) -> str | None:
-        role, rank = key
-        if not isinstance(role, str) or type(rank) is not int:
-            self._note("no role or rank", Evidence(file, number), SUSPECTED)
-            return None
-        name = self._names[key] = f"{text_of(role, 60)}/{rank}"
+    def _name(self, key: tuple[str, int]) -> str:
+        name = self._names[key] = f"{text_of(key[0], 60)}/{key[1]}"
         self._ranks.setdefault(name, _Rank())
         return name
 
@@ -212,8 +209,10 @@ class JournalAudit:
             rank.incarnation = incarnation if type(incarnation) is int else 0
             rank.exit, rank.first = None, rank.first or where
             if seq not in (0, None):
+                self._incomplete.add(name)
                 self._note(f"{name}: its first line is number {seq}", where, SUSPECTED)
             return
+        self._incomplete.add(name)
         if type(seq) is not int:
             self._note(f"{name}: a line without its number", where, SUSPECTED)
         elif seq > rank.seq + 1:
@@ -238,7 +237,7 @@ class JournalAudit:
             Finding(
                 rule=None,
                 strength=strength,
-                at=1 << 60,
+                at=self.at if strength == SUSPECTED else 1 << 60,
                 because=what,
                 evidence=(where,),
                 record_next=("every line of every journal",) if strength == SUSPECTED else (),
@@ -299,7 +298,7 @@ class JournalAudit:
     def _arrive(
         self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
     ) -> None:
-        instance = _instance(line)
+        instance = instance_of(line)
         self.clocks.arrive(instance, line)
         if line.get("caller") != "outside":
             if len(self._arrived) > 4096:
@@ -325,7 +324,7 @@ class JournalAudit:
     def _pass(
         self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
     ) -> None:
-        instance = _instance(line)
+        instance = instance_of(line)
         self.clocks.passed(instance, line)
         ticket = line.get("ticket")
         if isinstance(ticket, dict):
@@ -362,7 +361,10 @@ class JournalAudit:
             rule="R-EPOCH",
             strength=BROKEN,
             at=at,
-            because=f"fence {fence!r} ({line.get('scope')}, generation {line.get('generation')}): {what}",
+            because=(
+                f"fence {fence!r} ({text_of(line.get('scope'), 60)}, generation "
+                f"{text_of(line.get('generation'), 20)}): {what}"
+            ),
             epoch=line.get("epoch") if type(line.get("epoch")) is int else None,
             fence=fence,
             evidence=lines,
@@ -375,7 +377,7 @@ class JournalAudit:
         judged = line.get("judged")
         if not isinstance(judged, list):
             return
-        instance = _instance(line)
+        instance = instance_of(line)
         arrived = self._arrived.get(instance, {})
         for row in judged:
             if not isinstance(row, list) or len(row) < 4:
@@ -395,7 +397,7 @@ class JournalAudit:
     def _break(
         self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
     ) -> None:
-        instance = _instance(line)
+        instance = instance_of(line)
         rank.stopped = True
         if instance in self._hashes:
             known = self._hashes[instance]
@@ -467,16 +469,34 @@ class JournalAudit:
 
     def answer(self) -> Answer:
         """The verdict on the run."""
+        lacking = self._lacking()
         if self.conformance is not None:
             for finding in self.conformance.findings:
-                self.audit.add(finding)
-        for finding in self._from_causes():
-            self.audit.add(finding)
-        for finding in self._lacking():
+                self.audit.add(self._believed(finding))
+        for finding in (*self._from_causes(), *lacking):
             self.audit.add(finding)
         for finding in self.clocks.findings():
             self.audit.add(finding)
         return self.audit.answer(run=self.run)
+
+    def _believed(self, finding: Finding) -> Finding:
+        """What the kernel found, unless a line that it needed may be missing."""
+        if finding.strength != BROKEN or not self._incomplete:
+            return finding
+        near = set(map(str, finding.guilty))
+        for scope, members in self.audit.facts.members.items():
+            if scope != "world" and near & set(map(str, members)):
+                near |= set(map(str, members))
+        if not near & self._incomplete:
+            return finding
+        who = ", ".join(sorted(near & self._incomplete))
+        return replace(
+            finding,
+            strength=SUSPECTED,
+            guilty=(),
+            because=f"{finding.because}; but lines of {who} are missing",
+            record_next=(f"every line of the journal of {who}",),
+        )
 
     def _from_causes(self) -> list[Finding]:
         """Why fences broke, as all ranks were told: who failed, died, or never came."""
@@ -488,9 +508,7 @@ class JournalAudit:
             found.append(self._cause(cause, where, line, at))
         return found
 
-    def _cause(
-        self, cause: _Cause, where: Evidence, line: Mapping[str, Any], at: int
-    ) -> Finding:
+    def _cause(self, cause: _Cause, where: Evidence, line: Mapping[str, Any], at: int) -> Finding:
         """Who is to blame for a broken fence, and in which phase."""
         kind, ranks, phase = cause.kind, cause.ranks, cause.phase
         error = text_of(line.get("error") or "", 300)
@@ -567,11 +585,12 @@ class JournalAudit:
         for name in sorted(str(each) for each in expected):
             rank = self._ranks.get(name)
             if rank is None or rank.last is None:
+                self._incomplete.add(name)
                 found.append(
                     Finding(
                         rule="R-DUMPSET",
                         strength=SUSPECTED,
-                        at=1 << 59,
+                        at=-1,
                         because=f"the journal of {name} is missing",
                         record_next=(f"the journal of {name}",),
                     )
@@ -601,10 +620,6 @@ class JournalAudit:
             evidence=(rank.last,) if rank.last else (),
             record_next=(f"the whole journal of {name}",),
         )
-
-
-def _instance(line: Mapping[str, Any]) -> tuple[object, ...]:
-    return (line.get("attempt"), line.get("scope"), line.get("generation"))
 
 
 _KINDS: Final = {

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from phasesync.audit.traces import RawLine
 
-__all__ = ("Merge", "Stream", "wall_ns")
+__all__ = ("Merge", "Stream", "instance_of", "wall_ns")
 
 _FAR: Final = (
     5_000_000_000  # ns; a host whose clocks disagree by more was restarted between two files
@@ -104,7 +104,7 @@ class Merge:
         if type(ticket) is not dict:
             return True
         count = ticket.get("count")
-        instance = _instance(line)
+        instance = instance_of(line)
         if type(count) is not int or instance in self.unproven:
             return True
         if len(self._came.get(instance, ())) >= count:
@@ -121,17 +121,16 @@ class Merge:
 
     def _arrived(self, line: Mapping[str, Any]) -> list[tuple[int, int]]:
         """Count an arrival; who may go on because of it."""
-        instance = _instance(line)
+        instance = instance_of(line)
         came = self._came.setdefault(instance, {})
-        came[(line.get("role"), line.get("rank"))] = None
+        came[(str(line.get("role")), str(line.get("rank")))] = None
         if len(self._came) > 65536:
             self._came.pop(next(iter(self._came)))
         waiting = self._parked.get(instance)
         if not waiting:
             return []
         head = self._heads[waiting[0][1]]
-        count = head[1]["ticket"]["count"] if head else 0
-        return self._parked.pop(instance) if len(came) >= count else []
+        return self._parked.pop(instance) if len(came) >= _count(head) else []
 
     def _give_up(self) -> tuple[int, int]:
         """Nobody else can go on: let the earliest pass go unproven, for a log is missing."""
@@ -141,13 +140,16 @@ class Merge:
         if not waiting:
             del self._parked[instance]
         head = self._heads[first[1]]
-        count = head[1]["ticket"]["count"] if head else 0
-        self.unproven[instance] = count - len(self._came.get(instance, ()))
+        self.unproven[instance] = _count(head) - len(self._came.get(instance, ()))
         return first
 
 
-def _instance(line: Mapping[str, Any]) -> _Instance:
-    return (line.get("attempt"), line.get("scope"), line.get("generation"))
+def instance_of(line: Mapping[str, Any]) -> _Instance:
+    """The fence instance that a line is about, whatever its fields hold."""
+    attempt, scope, generation = line.get("attempt"), line.get("scope"), line.get("generation")
+    if type(scope) is not str or type(generation) is not int or type(attempt) is not int:
+        return (str(attempt), str(scope), str(generation))
+    return (attempt, scope, generation)
 
 
 def wall_ns(text: object) -> int:
@@ -157,3 +159,9 @@ def wall_ns(text: object) -> int:
         except (ValueError, OverflowError):
             return 0
     return 0
+
+
+def _count(head: tuple[int, dict[str, Any]] | None) -> int:
+    """How many arrivals the pass in `head` was judged on."""
+    count: int = head[1]["ticket"]["count"] if head else 0
+    return count

@@ -14,6 +14,7 @@ from phasesync.audit.events import EMPTY, KINDS, Event, Header, Name, number, te
 __all__ = ("RawLine", "Trace", "header_of")
 
 _VERSION: Final = 1
+_FAR: Final = 1 << 53
 _SYNONYMS: Final = {
     "begin": "start",
     "started": "start",
@@ -78,7 +79,7 @@ def rank_name(value: object) -> Name | None:
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int):
-        return value
+        return value if abs(value) < _FAR else text_of(value, 120)
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) < 1e15 else None
     if isinstance(value, str):
@@ -172,7 +173,7 @@ class Trace:
             kind = other
         attrs = data.get("attrs")
         epoch = data.get("epoch")
-        if isinstance(epoch, bool) or not isinstance(epoch, int):
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or abs(epoch) > _FAR:
             epoch = int(epoch) if isinstance(epoch, float) and epoch.is_integer() else None
         return Event(
             at,

@@ -72,7 +72,7 @@ class Waits:
             group = group_of(event)
             if event.action in _TOGETHER:
                 bucket = event.attrs.get("bucket", event.means.bucket)
-                key = (event.phase, group, event.epoch, instance_of(event), bucket)
+                key = (event.phase, group, event.epoch, instance_of(event), str(bucket))
             elif event.action in ("send", "receive") and group is not None:
                 key = ("payload", group, event.epoch)
             else:

@@ -656,7 +656,7 @@ class Hangs:
         for meet in fences:
             elsewhere: dict[Name, Event] = {}
             for rank, state in meet.absent.items():
-                known = facts.ranks[rank]
+                known = facts.rank(rank)
                 if state == "waiting":
                     opened = [each.event for each in known.open if each.event.action in _STEPS]
                     if opened and all(_other_step(each, meet) for each in opened):
