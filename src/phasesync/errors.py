@@ -11,6 +11,7 @@ PhasesyncError
 ├── EngineError          who looks after the engine: it failed, or is not installed
 │   └── EngineLost       it did not answer; whether it did the work is unknown
 ├── DeviceOutOfMemory    who plans the memory: a device has no room; says who holds what
+├── RankLost             who looks after the cluster: who does a rank's work is out of reach
 ├── FenceError           who looks after the cluster
 │   ├── FenceBroken      a fence broke; carries the root cause
 │   ├── StaleArrival     an old verdict must not release this rank
@@ -40,6 +41,7 @@ __all__ = (
     "PhasesyncError",
     "PlanError",
     "ProtocolError",
+    "RankLost",
     "Refused",
     "StaleArrival",
     "StoreLost",
@@ -140,6 +142,20 @@ class DeviceOutOfMemory(PhasesyncError):
             f"{_mib(self.wanted)}, {_mib(self.free)} of {_mib(self.capacity)} are free; "
             f"held: {holders or 'nothing'}"
         )
+
+
+class RankLost(PhasesyncError):
+    """What does a rank's work for its driver is gone: the action raises this, not the rank.
+
+    `kind` is `dead`, or `unavailable` where it may come back.
+    """
+
+    def __init__(self, message: str, kind: str = "dead") -> None:
+        super().__init__(message, kind)
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def _mib(size: int) -> str:

@@ -2,6 +2,16 @@
 
 from phasesync.runtime.actions import Turn
 from phasesync.runtime.device import DevicePort, HostDevice
+from phasesync.runtime.driver import BlockingDriver, Driver, DriverReport
 from phasesync.runtime.runner import EpochReport, RankRunner
 
-__all__ = ("DevicePort", "EpochReport", "HostDevice", "RankRunner", "Turn")
+__all__ = (
+    "BlockingDriver",
+    "DevicePort",
+    "Driver",
+    "DriverReport",
+    "EpochReport",
+    "HostDevice",
+    "RankRunner",
+    "Turn",
+)

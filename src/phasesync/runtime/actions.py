@@ -5,10 +5,13 @@ blocked, and the default executor, whose threads may all be busy, is never waite
 """
 
 import asyncio
+import concurrent.futures
 import inspect
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TypeAlias
 
 from phasesync.core.model import Phase, Rank, Ticket
@@ -80,11 +83,25 @@ def _callable(action: Action) -> _Call:
     async def call(turn: Turn) -> Any:
         arguments = (turn,) if takes_turn else ()
         if is_async:
-            return await action(*arguments)
-        found = await in_thread(lambda: action(*arguments), name=f"phasesync {turn.phase}")
-        return await found if inspect.isawaitable(found) else found
+            return await _settled(await action(*arguments))
+        return await _settled(
+            await in_thread(lambda: action(*arguments), name=f"phasesync {turn.phase}")
+        )
 
     return call
+
+
+async def _settled(found: Any) -> Any:
+    """What an action's answer comes to, where that is not there yet.
+
+    It may be an awaitable, a future of an executor, or what a call of a Ray actor gives.
+    """
+    ray = sys.modules.get("ray")  # Who has an answer of Ray's has imported it.
+    if ray is not None and isinstance(found, ray.ObjectRef):
+        return await import_module("phasesync.fences.ray").answer(found, grace_s=GRACE_S)
+    if isinstance(found, concurrent.futures.Future):
+        return await _waited(asyncio.wrap_future(found), GRACE_S, tell=found.cancel)
+    return await found if inspect.isawaitable(found) else found
 
 
 def _takes_argument(action: Action) -> bool:
@@ -132,9 +149,20 @@ async def in_thread(call: Callable[[], Any], *, name: str, grace_s: float = GRAC
             return  # The loop is closed: nobody waits any more.
 
     threading.Thread(target=work, name=name, daemon=True).start()
+    return await _waited(future, grace_s)
+
+
+async def _waited(
+    future: "asyncio.Future[Any]", grace_s: float, *, tell: Callable[[], object] = lambda: None
+) -> Any:
+    """The result; a wait that is cancelled lasts until the work is over, `grace_s` at most.
+
+    `tell` says to whoever works that nobody wants it any more.
+    """
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
+        tell()
         await asyncio.wait((future,), timeout=grace_s)
         if future.done() and not future.cancelled():
             future.exception()  # It is over; what it raised is nobody's any more.

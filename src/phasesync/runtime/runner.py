@@ -23,7 +23,7 @@ from phasesync.core.kernel import Kind, Stage, Status, fences_left, lost_leaders
 from phasesync.core.model import Broken, Epoch, OptionValue, Rank, RootCause, Version
 from phasesync.core.plan import PLAN, Act, Plan, Wait, resolve
 from phasesync.core.protocol import PhaseDecl, Protocol
-from phasesync.errors import EpochFailed, EpochOrderError, FenceError, PlanError, describe
+from phasesync.errors import EpochFailed, EpochOrderError, FenceError, PlanError, RankLost, describe
 from phasesync.fences.base import FenceTransport
 from phasesync.fences.inprocess import InProcessFences
 from phasesync.fences.store import StoreFences
@@ -334,7 +334,7 @@ class RankRunner:
             "phase.end",
             phase=act.phase,
             duration_s=round(took, 6),
-            free_bytes=None if call is None else self._device.free_bytes(),
+            free_bytes=None if call is None else await self._free_bytes(act),
             caller="outside" if call is None else None,
         )
         await self._machine.fire(Kind.END, act.phase)
@@ -375,18 +375,23 @@ class RankRunner:
 
     async def _own_failure(self, act: Act, error: Exception) -> RootCause:
         """The action raised: what it acquires or releases is unknown, what it writes partial."""
-        kind, text = type(error).__name__, line_cut(str(error) or repr(error))
+        said = error.__cause__ if isinstance(error, RankLost) and error.__cause__ else error
+        name, text = type(said).__name__, line_cut(str(error) or repr(error))
         self.journal.write(
             "phase.fail",
             level="error",
             phase=act.phase,
-            error_type=kind,
+            error_type=name,
             error=text,
             where=_innermost(error),
         )
         await self._machine.fire(Kind.FAIL, act.phase)
         return RootCause(
-            kind="failed", ranks=(self.rank,), phase=act.phase, error_type=kind, error=text
+            kind=error.kind if isinstance(error, RankLost) else "failed",
+            ranks=(self.rank,),
+            phase=act.phase,
+            error_type=name,
+            error=text,
         )
 
     def _alarm(self) -> asyncio.Task[Broken] | None:
@@ -454,6 +459,12 @@ class RankRunner:
         """Dead leaders whose part of the recovery nobody can do: the replica is poisoned."""
         gone = [self.plan.index(rank) for rank in self._fences.gone if rank in self.plan.members]
         return tuple(self.plan.members[at] for at in lost_leaders(self.plan, wait, gone))
+
+    async def _free_bytes(self, act: Act) -> int | None:
+        if not self._device.blocks:
+            return self._device.free_bytes()
+        found: int | None = await in_thread(self._device.free_bytes, name=f"phasesync {act.phase}")
+        return found
 
     async def _prove(self, wait: Wait) -> Proof:
         if self._device.blocks:
@@ -539,7 +550,8 @@ class RankRunner:
         )
 
     async def _recovered(self) -> bool:
-        if not self.protocol.recover or self._caller_joins:
+        """Whether the declared recovery went well; whom the others go on without, stays out."""
+        if not self.protocol.recover or self._caller_joins or self.rank in self._fences.gone:
             return False
         try:
             await self._recover()
