@@ -109,7 +109,7 @@ def _phase(number: int, chance: random.Random) -> PhaseDecl:
     verbs = [Verb.ACQUIRES, Verb.ACQUIRES, Verb.RELEASES, Verb.USES, Verb.WRITES, Verb.FILLS]
     reach = chance.choice(["device", "replica"]) if led else "device"
     effect = Effect(chance.choice(verbs), ResourceName(chance.choice(names)), reach)
-    more = ()
+    more: tuple[Effect, ...] = ()
     if led and chance.random() < 0.3:
         more = (Effect(Verb.USES, ResourceName(chance.choice(OWN)), "replica"),)
     return PhaseDecl(
