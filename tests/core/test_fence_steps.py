@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import pytest
@@ -110,9 +111,13 @@ class World:
     unjudged: list[tuple[Rank, int]] = field(default_factory=list)
     waits_at: dict[Rank, int] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def ranks(self) -> list[Rank]:
         return [Rank(RoleName("t"), n) for n in range(self.size)]
+
+    @cached_property
+    def members(self) -> tuple[Rank, ...]:
+        return tuple(self.ranks)
 
     def call(self, generation: int) -> FenceCall:
         return FenceCall(
@@ -121,7 +126,7 @@ class World:
             epoch=Epoch(0),
             version=Version(0),
             digest=Digest("d"),
-            members=tuple(self.ranks),
+            members=self.members,
             deadline_s=1.0,
         )
 

@@ -182,6 +182,19 @@ def store_rank(part: Part, results: Connection) -> None:
     results.send(asyncio.run(live(part, endpoint)))
 
 
+def lonely_store_rank(part: Part, results: Connection) -> None:
+    """A rank that cannot see the processes of the others, as on a host of its own."""
+    from phasesync.fences.store import StoreFences
+
+    endpoint = StoreFences(
+        store_client(part.address),
+        rank=rank_of(part.number),
+        run=part.run,
+        watch_neighbours=False,
+    )
+    results.send(asyncio.run(live(part, endpoint)))
+
+
 def tcp_rank(part: Part, results: Connection) -> None:
     from phasesync.fences.tcp import TcpFences
 
@@ -213,7 +226,7 @@ def store_host(results: Connection) -> None:
         if question == "keys":
             results.send(sorted(store.list_keys()))
         else:
-            results.send(store.num_keys())
+            results.send(store.get(question) if store.check([question]) else b"")
 
 
 @dataclass
@@ -228,6 +241,14 @@ class Host:
     def port(self) -> int:
         port: int = self.address
         return port
+
+    def wait_until_at(self, part: Part, generation: int, count: int) -> None:
+        """Until so many ranks wait at a fence of a store."""
+        while True:
+            self.pipe.send(f"ps/{part.run}/0/world/{generation}/n")
+            if int(self.pipe.recv() or 0) >= count:
+                return
+            time.sleep(0.02)
 
     def keys(self) -> list[str]:
         self.pipe.send("keys")

@@ -10,7 +10,8 @@ Keys of one attempt, below `ps/RUN/ATTEMPT`:
     SCOPE/GENERATION/n     arrivals, counted        scopes         who may wait where, appended
     SCOPE/GENERATION/v     the verdict              members/HASH   a list of members, once
     lost                   ranks found gone         left, leavers  who has finished
-    boot                   this start of the store
+    boot                   this start of the store  hosts          hosts that have ranks
+    pids/HOST              processes of the ranks of a host, appended
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ __all__ = (
     "Keys",
     "Left",
     "Operation",
+    "Process",
     "Put",
     "Read",
     "Registered",
@@ -155,6 +157,13 @@ class Space:
     @property
     def boot(self) -> str:
         return f"{self.root}/boot"
+
+    @property
+    def hosts(self) -> str:
+        return f"{self.root}/hosts"
+
+    def pids(self, host: str) -> str:
+        return f"{self.root}/pids/{host}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +291,22 @@ class Left(NamedTuple):
     @classmethod
     def lines(cls, log: bytes | None) -> list["Left"]:
         return [cls(rank and Rank(*rank), used) for rank, used in _rows(log)]
+
+
+class Process(NamedTuple):
+    """A line of `pids`: which process a rank is, and when that started."""
+
+    rank: Rank
+    incarnation: int
+    pid: int
+    started: int
+
+    def line(self) -> bytes:
+        return wire.encode([*self.rank, *self[1:]]) + b"\n"
+
+    @classmethod
+    def lines(cls, log: bytes | None) -> list["Process"]:
+        return [cls(Rank(RoleName(row[0]), row[1]), *row[2:]) for row in _rows(log)]
 
 
 def _rows(log: bytes | None) -> list[Any]:

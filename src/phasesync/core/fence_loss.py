@@ -25,6 +25,7 @@ from phasesync.core.fence_keys import (
     Delete,
     Gone,
     Left,
+    Process,
     Put,
     Read,
     Registered,
@@ -45,7 +46,14 @@ from phasesync.core.model import (
     Version,
 )
 
-__all__ = ("leaving", "reporting", "sweeping")
+__all__ = (
+    "announcing",
+    "leaving",
+    "neighbours",
+    "reporting",
+    "reporting_death",
+    "sweeping",
+)
 
 REPORTER = "observer"
 
@@ -173,6 +181,28 @@ def _call(space: Space, scope: str, generation: int, members: tuple[Rank, ...]) 
     )
 
 
+def announcing(space: Space, host: str, process: Process) -> Steps:
+    """Say which process of which host this rank is; returns who else is on the host."""
+    known = yield Read(space.pids(host))
+    if known is None:
+        yield Append(space.hosts, host.encode() + b"\n")
+    yield Append(space.pids(host), process.line())
+    return (yield from neighbours(space, host))
+
+
+def neighbours(space: Space, host: str) -> Steps:
+    """The processes of a host that have announced themselves."""
+    return Process.lines((yield Read(space.pids(host))))
+
+
+def reporting_death(space: Space, lost: Lost) -> Steps:
+    """Report a process that is gone, unless it had finished."""
+    left = Left.lines((yield Read(space.left)))
+    if any(line.rank == lost.rank for line in left):
+        return {}
+    return (yield from reporting(space, lost))
+
+
 def leaving(space: Space, rank: Rank, used: Mapping[str, tuple[int, int]], *, peers: int) -> Steps:
     """Say that this rank has finished; the last of the run removes every key.
 
@@ -202,7 +232,10 @@ def sweeping(space: Space) -> Steps:
         yield from _sweeping_scope(space, scope, left, registered)
     for digest in lists:
         yield Delete(space.members(digest))
-    for key in (space.scopes, space.lost, space.left, space.leavers, space.boot):
+    hosts = ((yield Read(space.hosts)) or b"").decode().split()
+    for host in sorted(set(hosts)):
+        yield Delete(space.pids(host))
+    for key in (space.hosts, space.scopes, space.lost, space.left, space.leavers, space.boot):
         yield Delete(key)
 
 

@@ -28,6 +28,7 @@ from phasesync.core.fence_keys import (
     CompareSet,
     Delete,
     Get,
+    Process,
     Put,
     Read,
     Space,
@@ -37,7 +38,14 @@ from phasesync.core.fence_keys import (
     Wait,
     writer,
 )
-from phasesync.core.fence_loss import leaving, reporting, sweeping
+from phasesync.core.fence_loss import (
+    announcing,
+    leaving,
+    neighbours,
+    reporting,
+    reporting_death,
+    sweeping,
+)
 from phasesync.core.fence_steps import (
     VERDICTS_KEPT,
     Counted,
@@ -63,6 +71,7 @@ from phasesync.core.model import (
     RootCause,
 )
 from phasesync.errors import FenceBroken, PlanError, StaleArrival, StoreLost
+from phasesync.fences.neighbours import Neighbours, host_id, started_at
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -71,6 +80,7 @@ __all__ = ("GRACE_S", "StoreFences", "StoreObserver", "default_store")
 
 GRACE_S = 1.0  # After a deadline the store has so long to take the verdict; then it is lost.
 ANSWER_S = 5.0  # What is no wait is answered within this, or the store is lost.
+HEARTBEAT_S = 0.5  # How often to look for neighbours, until all have come.
 CONNECT_S = 60.0  # A connection may hang in a name service for many seconds.
 SOCKET_WAIT_S = 3600.0  # One blocking wait on a socket, which `close` can end.
 POLLED_WAIT_S = 1.0  # One blocking wait on a store without a socket, which it cannot.
@@ -487,7 +497,8 @@ class StoreFences:
     """A rank's fences over a store (see `fences.base.FenceTransport`).
 
     The store is cloned where it can be; it stays the caller's own. `token` keeps out ranks of
-    another run that has the same name on the same store.
+    another run that has the same name on the same store. With `watch_neighbours` the death of a
+    rank on this host breaks its fences at once; on another host somebody there has to see it.
     """
 
     def __init__(
@@ -499,6 +510,7 @@ class StoreFences:
         incarnation: int = 0,
         attempt: int = 0,
         token: str = "",
+        watch_neighbours: bool = True,
     ) -> None:
         self.rank = rank
         self.boot: str | None = None
@@ -509,6 +521,9 @@ class StoreFences:
         self._lines = _Lines(store, f"phasesync.{run}.{rank}")
         self._slots: dict[FenceKey, _Slot] = {}
         self._scopes: dict[str, _Scope] = {}
+        self._host = host_id() if watch_neighbours else ""
+        self._neighbours = Neighbours(self._gone)
+        self._look: asyncio.TimerHandle | None = None
 
     @classmethod
     def observer(
@@ -523,6 +538,10 @@ class StoreFences:
         first = self._lines.ask(steps, CONNECT_S)
         others = [self._lines.ask(_nothing(), CONNECT_S) for _ in range(LINES_AT_START - 1)]
         self.boot, *_ = await asyncio.gather(first, *others)
+        started = started_at(os.getpid())
+        if self._host and started is not None:
+            me = Process(self.rank, self._incarnation, os.getpid(), started)
+            self._meet(await self._lines.ask(announcing(self._space, self._host, me)))
 
     async def arrive(self, call: FenceCall, arrival: Arrival) -> Opened:
         slot, register = self._come_to(call)
@@ -569,12 +588,42 @@ class StoreFences:
         await self._lines.submit(_nothing())
 
     async def close(self) -> None:
-        if self._lines.lost is None and self._scopes:
+        if self._look is not None:
+            self._look.cancel()
+        self._neighbours.close()
+        if self._lines.lost is None:
             used = {name: _scope_ends(scope) for name, scope in self._scopes.items()}
-            peers = max(len(scope.members) for scope in self._scopes.values())
+            peers = max((len(scope.members) for scope in self._scopes.values()), default=1)
             with suppress(StoreLost):
                 await self._lines.ask(leaving(self._space, self.rank, used, peers=peers))
         await self._lines.close()
+
+    def _meet(self, processes: list[Process]) -> None:
+        """Watch who is on this host, and look again for who has come since: before a fence of all
+        has opened, somebody may not have started yet."""
+        for process in processes:
+            if process.rank != self.rank and process.pid != os.getpid():
+                who = (process.rank, process.incarnation)
+                self._neighbours.watch(who, process.pid, process.started)
+        loop = asyncio.get_running_loop()
+        if not any(scope.opened is not None for scope in self._scopes.values()):
+            self._look = loop.call_later(HEARTBEAT_S, self._look_again)
+
+    def _look_again(self) -> None:
+        def met(looking: "asyncio.Future[Any]") -> None:
+            if not looking.cancelled() and looking.exception() is None:
+                self._meet(looking.result())
+
+        if self._lines.lost is None:
+            self._lines.submit(neighbours(self._space, self._host)).add_done_callback(met)
+
+    def _gone(self, who: tuple[Rank, int], pid: int) -> None:
+        """The kernel says that a neighbour has ended."""
+        rank, incarnation = who
+        if self._lines.lost is None:
+            cause = RootCause(kind="dead", ranks=(rank,), error=f"its process {pid} is gone")
+            lost = Lost(rank=rank, incarnation=incarnation, cause=cause)
+            self._lines.submit(reporting_death(self._space, lost))
 
     def _check(self, call: FenceCall) -> None:
         if (call.key.run, call.key.attempt) != self._run:
