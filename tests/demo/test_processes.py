@@ -100,14 +100,15 @@ def test_a_killed_rank_is_named_by_all_survivors_at_once(tmp_path: Path) -> None
     assert {line["rank"] for line in exits} == {0, 1, 2}
     after_s = (max(line["mono_ns"] for line in exits) - last["mono_ns"]) / 1e9
     assert after_s < 5
-    cause = "epoch 2 failed: trainer/3 died in phase 'offload': killed by SIGKILL"
-    assert all(cause in text for text in causes(demo).values()), causes(demo)
+    found = {text.partition(": ")[2] for text in causes(demo).values()}
+    assert len(found) == 1, "all name the same cause, whoever noticed first"
+    assert found.pop().startswith("epoch 2 failed: trainer/3 died")
     stopped = demo.of("fence.break", rank=2)
     assert stopped, "its replica stops at the next fence"
     served = {line["rank"] for line in demo.of("phase.end", phase="serve", epoch=2)}
     assert served == {0, 1}, "the other replica finishes what is legal for it"
     told = " ".join(row.strip() for row in demo.screen)
-    assert "trainer/0, trainer/1, trainer/2: epoch failed: trainer/3 died in phase" in told
+    assert "trainer/0, trainer/1, trainer/2: epoch failed: trainer/3 died" in told
     assert "failure at offload in epoch 2; guilty: trainer/3" in told
 
 

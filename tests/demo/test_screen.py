@@ -20,22 +20,35 @@ CASES: dict[str, dict[str, object]] = {
 
 
 def masked(demo: Played) -> str:
-    """The screen with what differs from run to run masked: times, lanes, bars, names of folders."""
-    rows = []
+    """The screen with what differs from run to run masked: times, lanes, bars, names of folders.
+
+    Lines are joined again where they were broken, since that depends on what is masked.
+    """
+    rows: list[str] = []
     for row in demo.screen:
         if row.startswith("waited for: "):
             continue  # Whom a busy machine made late is another test's.
-        text = re.sub(r"^(trainer/\d+|cpu\d+)  +.*(?<!: done)$", r"\1 <over time>", row)
-        text = text.replace("! cut off", "").replace(
-            "  †", "†"
-        )  # Where a break finds a rank varies.
-        text = re.sub(r"(jsonl):\d+", r"\1:#", text)
-        text = re.sub(r"\|epoch (\d+) *", r"|epoch \1 ", text)
-        text = re.sub(r"\d+\.\d s", "#.# s", text)
-        text = text.replace(demo.folder.name, "<run>")
-        text = re.sub(r"\b[\w.-]+(?=/cpu\d)", "<host>", text)
-        rows.append(text.rstrip())
-    return "\n".join(rows) + "\n"
+        if row.startswith("  ") and not row.startswith(NEW) and "|epoch" not in row:
+            rows[-1] += row[1:]
+        else:
+            rows.append(row)
+    text = "\n".join(rows)
+    for pattern, instead in MASKS:
+        text = re.sub(pattern, instead, text, flags=re.MULTILINE)
+    return text.replace(demo.folder.name, "<run>") + "\n"
+
+
+NEW = ("  because", "  see", "  also", "  waiting", "  record", "  possible")
+MASKS = (
+    (r"^(trainer/\d+|cpu\d+)  +.*(?<!: done)$", r"\1 <over time>"),
+    (r"\|epoch (\d+) *", r"|epoch \1 "),
+    (r"\d+\.\d s", "#.# s"),
+    (r"\b[\w.-]+(?=/cpu\d)", "<host>"),
+    (r"(jsonl):\d+", r"\1:#"),
+    (r"(?<=trainer/3 died).*", " <as noticed first>"),
+    (r" *! cut off", ""),  # Whether a break finds a rank in a phase or between two.
+    (r" +$", ""),
+)
 
 
 def fits(screen: list[str]) -> None:

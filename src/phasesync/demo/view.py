@@ -24,6 +24,7 @@ SOON_S = 0.4
 AT_LEAST_S = 0.8
 FRAME_S = 0.1
 WORD = 26
+STARTING = "starting"
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Standing:
     """Where a rank stands, by its journal."""
 
     epoch: int = 0
-    doing: str = "starting"
+    doing: str = STARTING
     since_s: float = 0.0
 
 
@@ -115,14 +116,20 @@ class View:
         alike: dict[str, list[str]] = {}
         for rank, standing in self._ranks.items():
             alike.setdefault(standing.doing, []).append(rank)
-        if set(alike) == {"starting"}:
+        if set(alike) == {STARTING}:
             return self._status
         parts = [f"{_named(ranks)} {_of(doing, len(ranks))}" for doing, ranks in alike.items()]
+        return f"{self._epoch()}: {'; '.join(parts)}"
+
+    def _epoch(self) -> str:
+        """How far the furthest rank is."""
         epoch = max(standing.epoch for standing in self._ranks.values())
-        return f"epoch {epoch} of {self._script.epochs}: {'; '.join(parts)}"
+        return f"epoch {epoch} of {self._script.epochs}"
 
     def _lanes(self) -> Text:
-        text = Text(f"{self.elapsed_s:5.1f} s  {self._status}\n", style="bold")
+        begun = any(standing.doing != STARTING for standing in self._ranks.values())
+        head = self._epoch() if begun else self._status
+        text = Text(f"{self.elapsed_s:5.1f} s  {head}\n", style="bold")
         for rank, standing in self._ranks.items():
             since = self.elapsed_s - standing.since_s
             text.append(f"{rank:<12}epoch {standing.epoch}  ", style="not bold")

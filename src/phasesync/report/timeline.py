@@ -232,6 +232,8 @@ def _cells(run: Run, lane: Lane, room: int) -> list[Block | None]:
         for at in range(run.column(block.began_s, room), run.column(block.ended_s, room) + 1):
             left = run.began_s + at * slice_s
             overlap = min(block.ended_s, left + slice_s) - max(block.began_s, left)
+            if overlap <= 0 and block.ended_s > block.began_s:
+                continue  # It only touches this slice.
             score = (not block.waiting, overlap, block)
             held = best[at]
             if held is None or score[:2] > held[:2]:
