@@ -1,0 +1,5 @@
+"""`python -m phasesync`."""
+
+from phasesync.cli import main
+
+main()

@@ -1,0 +1,5 @@
+"""`python -m phasesync.cli`."""
+
+from phasesync.cli import main
+
+main()

@@ -1,0 +1,143 @@
+"""`phasesync check`: every interleaving, before a GPU is touched."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import click
+
+from phasesync.cli.options import (
+    BROKEN,
+    OK,
+    UNDECIDED,
+    as_json_option,
+    print_json,
+    protocol_argument,
+)
+from phasesync.core.model import OptionValue
+from phasesync.core.protocol import OptionDecl, Protocol
+from phasesync.core.verdict import Holds, Undecided, Verdict, Violated
+
+__all__ = ("check",)
+
+
+@click.command()
+@protocol_argument
+@click.option("--ranks", type=click.IntRange(1), help="Count ranks out, this many, explicitly.")
+@click.option("--any-n/--no-any-n", default=True, help="Prove safety for any number of ranks.")
+@click.option("--epochs", type=click.IntRange(1), help="Epochs of an explicit search.")
+@click.option("--faults", help="none, crash, fail, hang, or several with commas.")
+@click.option("--faults-most", default=1, show_default=True, help="Faults in one run, at most.")
+@click.option("--option", "options", multiple=True, metavar="K=V", help="Pin an option.")
+@click.option("--without-fence", metavar="NAME", help="Take a fence's wait away.")
+@click.option("--swap", metavar="A,B", help="Let two steps change places.")
+@click.option("--scope", metavar="NAME=SCOPE", help="Give a fence another scope.")
+@click.option("--mutate", is_flag=True, help="Plant every known mistake, one at a time.")
+@click.option("--no-symmetry", is_flag=True, help="Tell interchangeable ranks apart.")
+@click.option("--no-por", is_flag=True, help="Take every order of independent steps.")
+@click.option("--time-limit", default=10.0, show_default=True, help="Seconds, then undecided.")
+@as_json_option
+def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **given: Any) -> int:
+    """Whether PROTOCOL is safe for any number of ranks, and if not, the shortest run that shows."""
+    from phasesync.checker import Settings
+    from phasesync.checker import check as ask
+    from phasesync.checker.mutants import survey
+    from phasesync.checker.search import Budget
+    from phasesync.report.check_text import report_lines, survey_lines
+    from phasesync.spec import load
+
+    declared = load(protocol)
+    options = _options(declared, given["options"])
+    if mutate:
+        end = time.monotonic() + time_limit
+        found = survey(
+            declared,
+            options=options,
+            budget=lambda: Budget(now=time.monotonic, until_s=end),
+        )
+        _say(found, survey_lines(found), as_json=as_json)
+        return BROKEN if any(not each.may_survive for each in found.survivors) else OK
+    change, name = _mutation(given)
+    report = ask(
+        declared,
+        ranks=given["ranks"],
+        options=options,
+        faults=given["faults"],
+        faults_most=given["faults_most"],
+        epochs=given["epochs"],
+        mutate=change,
+        mutation=name,
+        settings=Settings(
+            any_n=given["any_n"],
+            symmetry=not given["no_symmetry"],
+            reduction=not given["no_por"],
+            time_limit_s=time_limit,
+            now=time.monotonic,
+        ),
+    )
+    _say(report, report_lines(report), as_json=as_json)
+    return _code(report.verdict)
+
+
+def _say(value: Any, lines: Iterable[str], *, as_json: bool) -> None:
+    if as_json:
+        print_json(value.to_json())
+        return
+    for line in lines:
+        click.echo(line)
+
+
+def _code(verdict: Verdict) -> int:
+    match verdict:
+        case Holds():
+            return OK
+        case Violated():
+            return BROKEN
+        case Undecided():
+            return UNDECIDED
+
+
+def _mutation(given: dict[str, Any]) -> tuple[Callable[..., Any] | None, str | None]:
+    """The one mutation that was asked for, and how to say it."""
+    from phasesync.checker.mutants import rescoped, swapped, without_fence
+
+    asked = [name for name in ("without_fence", "swap", "scope") if given[name]]
+    if len(asked) > 1:
+        raise click.UsageError("plant one mutation at a time: --without-fence, --swap or --scope")
+    if not asked:
+        return None, None
+    text = given[asked[0]]
+    match asked[0]:
+        case "without_fence":
+            return without_fence(text), f"without fence {text}"
+        case "swap":
+            one, two = _pair(text, ",", "--swap A,B")
+            return swapped(one, two), f"{one} and {two} swapped"
+        case _:
+            fence, scope = _pair(text, "=", "--scope NAME=SCOPE")
+            return rescoped(fence, scope), f"{fence} with scope {scope}"
+
+
+def _pair(text: str, sign: str, usage: str) -> tuple[str, str]:
+    one, found, two = (part.strip() for part in text.partition(sign))
+    if not (one and found and two):
+        raise click.UsageError(f"{text!r} is not of the form {usage}")
+    return one, two
+
+
+def _options(protocol: Protocol, given: Iterable[str]) -> dict[str, OptionValue]:
+    known = {str(decl.name): decl for decl in protocol.options}
+    options: dict[str, OptionValue] = {}
+    for each in given:
+        name, text = _pair(each, "=", "--option K=V")
+        decl = known.get(name)
+        options[name] = text if decl is None else _value(decl, text)
+    return options
+
+
+def _value(decl: OptionDecl, text: str) -> OptionValue:
+    if decl.type == "bool" and text in ("true", "false"):
+        return text == "true"
+    if decl.type == "int" and text.lstrip("-").isdigit():
+        return int(text)
+    return text
