@@ -3,6 +3,7 @@ requests in flight, the guard."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,15 @@ from conftest import PROMPT, Models
 from cycle import Fences, colocated_epoch
 from sender import Sender
 
-from phasesync.core.model import Version
+from phasesync.core.model import Rank, RoleName, Version
+from phasesync.engines.actions import engine_actions
 from phasesync.engines.base import KV_CACHE, WEIGHTS, Floor
 from phasesync.engines.guard import guard
-from phasesync.engines.vllm import VllmEngine
-from phasesync.errors import EngineRefused
+from phasesync.engines.tickets import TicketRules
+from phasesync.engines.vllm import Rpc, VllmEngine
+from phasesync.errors import EngineRefused, EpochFailed
+from phasesync.fences.inprocess import InProcessFences
+from phasesync.runtime import RankRunner, Turn
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -173,3 +178,66 @@ def test_the_guard_refuses_whoever_calls_and_the_engine_stays_usable(
         run(story())
     finally:
         keeper.remove()
+
+
+def test_a_worker_killed_in_mid_update_is_audited_right(run: Run, llm: Any, tmp_path: Path) -> None:
+    """Last in this file: the engine is gone afterwards. The second epoch kills its worker."""
+    fences = InProcessFences()
+    rank = Rank(RoleName("trainer"), 0)
+    engine = VllmEngine(
+        llm,
+        tickets=TicketRules(run="killed", scope="replica/0"),
+        transfer=Rpc(load="die_if_rank"),
+        deadlines_s={"load": 30.0},
+    )
+    survives, dies = 99, 0
+
+    def buckets(turn: Turn) -> list[int]:
+        return [survives] if turn.epoch == 1 else [survives, dies]
+
+    async def nothing() -> None:
+        """What the trainer itself does is not what this test is about."""
+
+    own = ("load_back", "train", "trim_cache", "stage", "offload", "empty_cache", "reset")
+    actions = {**engine_actions(engine, buckets=buckets), **dict.fromkeys(own, nothing)}
+
+    async def story() -> EpochFailed:
+        await engine.pause()
+        await engine.release((WEIGHTS, KV_CACHE))
+        async with RankRunner(
+            "colocated",
+            rank=0,
+            ranks=1,
+            options={"replica_size": 1},
+            actions=actions,
+            fences=fences.endpoint(rank, 0),
+            run="killed",
+            runs=tmp_path,
+        ) as runner:
+            await runner.run_epoch()
+            with pytest.raises(EpochFailed) as caught:
+                await runner.run_epoch()
+        return caught.value
+
+    failed = run(story())
+    assert failed.cause.phase == "load"
+    assert not failed.can_retry, "an engine that died cannot be reclaimed"
+    status = run(engine.status())
+    assert (status.health, status.content) == ("unknown", "partial")
+    answer = audit(tmp_path)
+    assert (answer.verdict, answer.epoch, answer.phase) == ("failure", 2, "load")
+    assert answer.guilty == ("trainer/0",), "the leader, whose action it was"
+    assert "the engine died" in answer.because
+
+
+def audit(folder: Path) -> Any:
+    """The verdict on the journals of the one run in `folder`."""
+    from phasesync.audit.journals import audit_journals
+    from phasesync.audit.merge import Stream
+    from phasesync.logs import by_run, lines, sources
+    from phasesync.spec import load
+
+    ((run_name, files),) = by_run(sources([folder])).items()
+    streams = [Stream(file.name, lines(file.path)) for file in files]
+    members = {member for file in files for member in file.members}
+    return audit_journals(run_name, streams, members, load)

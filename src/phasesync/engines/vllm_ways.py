@@ -5,6 +5,7 @@ that a server publishes. What a way cannot see it says it cannot see; nothing he
 number of a release.
 """
 
+import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -14,6 +15,9 @@ from phasesync.engines.tickets import TICKET_HEADER, ticket_text
 from phasesync.errors import EngineError, EngineLost
 
 __all__ = ("ActorWay", "AsyncWay", "LocalWay", "ServerWay", "Way", "way_to")
+
+
+_LOOK_EVERY_S = 0.2
 
 
 class LocalWay:
@@ -71,7 +75,15 @@ class AsyncWay:
         return getattr(self.llm, "__phasesync_guard__", None)
 
     async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return await getattr(self.llm, name)(*args, **kwargs)
+        # A call to an engine that died under it is never answered; the engine's own watch knows.
+        work = asyncio.ensure_future(getattr(self.llm, name)(*args, **kwargs))
+        try:
+            while not (await asyncio.wait({work}, timeout=_LOOK_EVERY_S))[0]:
+                if getattr(self.llm, "errored", False):
+                    raise EngineLost(f"the engine died; whether it did {name} is unknown")
+            return work.result()
+        finally:
+            work.cancel()
 
     async def close(self) -> None:
         """An `AsyncLLM` has its own event loop tasks; nothing of them is ours."""
