@@ -100,7 +100,7 @@ def test_doctor_tries_what_it_says(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["shwo"], "No such command 'shwo'. Did you mean 'show'?"),
+        (["shwo"], "no command 'shwo'; did you mean 'show'?"),
         (["show"], "Missing argument 'PROTOCOL'"),
         (["show", "colocatd"], "no such file or shipped protocol"),
         (["graph", "basic", "--format", "gif"], "formats are: mermaid, dot, text, svg"),
@@ -108,6 +108,15 @@ def test_doctor_tries_what_it_says(run: Run) -> None:
         (["init", "a b"], "cannot name a protocol"),
         (["diff", "basic"], "Missing argument 'TWO'"),
         (["demo", "--ranks", "three"], "'three' is not a valid integer"),
+        (["demo", "--kill", "3"], "3"),
+        (["demo", "--slow", "trainer/x"], "trainer/x"),
+        (["check", "basic", "--swap", "a"], "not of the form --swap A,B"),
+        (["check", "basic", "--without-fence", "nope"], "no phase or fence 'nope'"),
+        (["check", "basic", "--faults", "quake"], "unknown fault 'quake'"),
+        (["check", "basic", "--option", "replica_size=x"], "must be of type int"),
+        (["audit"], "Missing argument 'PATH...'"),
+        (["audit", "/nosuch"], "no such file or folder"),
+        (["audit", "--map", "/nosuch", "."], "cannot be read"),
     ],
 )
 def test_a_mistake_gets_one_line(run: Run, arguments: list[str], says: str) -> None:
@@ -116,3 +125,37 @@ def test_a_mistake_gets_one_line(run: Run, arguments: list[str], says: str) -> N
     assert says in said.err
     assert said.err.count("\n") == 1
     assert said.out == ""
+
+
+CASES = Path(__file__).parent.parent / "data" / "cases"
+
+
+def test_audit_answers_for_people_and_programs(run: Run) -> None:
+    said = run("audit", str(CASES / "b01.trace.jsonl"))
+    assert said.code == 1
+    assert said.out.splitlines()[0].startswith("violation R-FENCE")
+    answer = orjson.loads(run("audit", "--json", str(CASES / "b01.trace.jsonl")).out)
+    assert (answer["verdict"], answer["rule"], answer["guilty"]) == ("violation", "R-FENCE", [0])
+    assert run("audit", str(CASES / "b01-fixed.trace.jsonl")).code == 0
+    assert run("audit", str(CASES / "b44.trace.jsonl")).code == 3
+
+
+def test_audit_reads_phases_through_a_map(run: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "mine.trace.jsonl"
+    trace.write_text((CASES / "b01.trace.jsonl").read_text().replace("resume_kv", "swap_in"))
+    renames = tmp_path / "map.json"
+    renames.write_text('{"swap_in": "resume_kv"}')
+    answer = orjson.loads(run("audit", "--json", "--map", str(renames), str(trace)).out)
+    assert (answer["verdict"], answer["rule"]) == ("violation", "R-FENCE")
+    renames.write_text("[1]")
+    assert run("audit", "--map", str(renames), str(trace)).code == 2
+
+
+def test_check_holds_is_violated_or_says_what_it_did_not_reach(run: Run) -> None:
+    assert run("check", "basic", "--time-limit", "60").code == 0
+    said = run("check", "basic", "--without-fence", "memory_released")
+    assert said.code == 1
+    assert "never" in said.out
+    assert run("check", "colocated", "--time-limit", "0.01").code == 3
+    found = orjson.loads(run("check", "basic", "--json", "--time-limit", "60").out)
+    assert (found["check"], found["verdict"]) == (1, "holds")

@@ -7,6 +7,7 @@ input or usage; 3 undecided or inconclusive; 130 interrupted.
 
 import os
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 
 import click
@@ -44,6 +45,16 @@ class _Commands(click.Group):
             return None
         command: click.Command = getattr(import_module(home), f"{name.replace('-', '_')}")
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in _COMMANDS and not name.startswith("-"):
+            near = get_close_matches(name, _COMMANDS, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(_COMMANDS)}"
+            ctx.fail(f"phasesync has no command {name!r}; {hint}")
+        return super().resolve_command(ctx, args)
 
 
 @click.group(
