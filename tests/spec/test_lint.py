@@ -199,3 +199,31 @@ def test_options_that_are_compared_with_each_other() -> None:
     text = text.replace("min: 1}", "min: 1}, most: {type: int, default: 4, min: 1}")
     text = text.replace("{uses: params}", "{uses: params, when: replica_size > most}")
     assert lint(spec.loads(text)) == ()
+
+
+def test_two_roles_that_move_what_may_not_meet_between_the_same_fences() -> None:
+    protocol = spec.loads(
+        """
+phasesync: 1
+protocol: pair
+groups: {replica: {of: trainer, size: 2}}
+roles: {trainer: {place: one per device}, judge: {place: one per device}}
+resources: {a: {owner: judge}, b: {owner: trainer}}
+never: [{together: [a, b]}]
+phases:
+  trainer:
+    - {fence: first, deadline_s: 9}
+    - {fence: ours, scope: replica, deadline_s: 9}
+    - take_b: {acquires: b}
+    - give_b: {releases: b}
+    - {fence: last, deadline_s: 9}
+  judge:
+    - take_a: {acquires: a}
+    - {fence: first, deadline_s: 9}
+    - give_a: {releases: a}
+    - {fence: last, deadline_s: 9}
+"""
+    )
+    assert [(each.rule, each.phases) for each in lint(protocol)] == [
+        ("unprotected-acquire", ("give_a", "take_b"))
+    ]

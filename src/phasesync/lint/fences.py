@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, combinations, permutations
 
+from phasesync.core.model import ResourceName
 from phasesync.core.protocol import DEVICE, EVERYWHERE, WORLD, FenceDecl, PhaseDecl, StepDecl, Verb
 from phasesync.lint.finding import Finding, Findings
-from phasesync.lint.view import Access, View
+from phasesync.lint.view import MAPPING, Access, View
 
 __all__ = ("WAITS", "fence_rules", "order_rules")
 
@@ -150,10 +151,24 @@ def _acquires(view: View) -> Findings:
             others = [other for other in resources if other != access.resource]
             if len(others) == len(resources):
                 continue
-            doubts = [_let_go(view, access, view.last(other, access)) for other in others]
+            doubts = [
+                _at_once(view, access, other) or _let_go(view, access, view.last(other, access))
+                for other in others
+            ]
             found = [doubt for doubt in doubts if doubt is not None]
             if len(found) == len(others):
                 yield found[0]
+
+
+def _at_once(view: View, access: Access, other: ResourceName) -> Finding | None:
+    """Another role that moves `other` between the same two fences, sooner or later by chance."""
+    for moves in view.accesses:
+        if moves.resource == other and moves.verb in MAPPING:
+            apart = moves.phase.role == access.phase.role or moves.order[0] != access.order[0]
+            scope = None if apart else view.meets(moves, access)
+            if scope is not None:
+                return _unfenced(view, moves, access, scope)
+    return None
 
 
 def _takes(view: View, access: Access) -> bool:

@@ -23,7 +23,7 @@ from phasesync.core.protocol import (
     Verb,
 )
 
-__all__ = ("Access", "View")
+__all__ = ("MAPPING", "Access", "View")
 
 MAPPING = frozenset((Verb.ACQUIRES, Verb.RELEASES, Verb.ENSURES))
 
