@@ -1,0 +1,1 @@
+"""Seeded runs of a protocol in virtual time: what it costs, and what goes wrong when."""

@@ -1,0 +1,92 @@
+"""Faults by name, as they are written on a command line: `crash:3@offload`, `slow:2@load*8`.
+
+fault  := kind ":" rank ["@" place] ["*" factor] ["#" turn]     crash fail hang slow
+        | "drop:arrive" ["@" fence] [":" rank]
+        | "mixed:" option "=" value "@" rank
+"""
+
+import re
+from dataclasses import dataclass
+
+from phasesync.core.model import OptionValue
+from phasesync.errors import PlanError
+
+__all__ = ("KINDS", "Fault", "parse_fault")
+
+KINDS = ("crash", "fail", "hang", "slow", "drop", "mixed")
+_PLAIN = re.compile(
+    r"(?P<kind>crash|fail|hang|slow):(?P<rank>\d+)"
+    r"(?:@(?P<place>[A-Za-z_]\w*))?(?:\*(?P<factor>\d+(?:\.\d+)?))?(?:#(?P<turn>\d+))?"
+)
+_DROP = re.compile(r"drop:arrive(?:@(?P<place>[A-Za-z_]\w*))?(?::(?P<rank>\d+))?")
+_MIXED = re.compile(r"mixed:(?P<option>[A-Za-z_]\w*)=(?P<value>[^@]+)@(?P<rank>\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault: what kind, which rank, at which phase or fence (any, if empty), in which turn."""
+
+    kind: str
+    rank: int | None = None
+    place: str = ""
+    factor: float = 1.0
+    turn: int = 1
+    option: str = ""
+    value: OptionValue = ""
+
+    def hits(self, rank: int, place: str, turn: int) -> bool:
+        """Whether it strikes this rank, there, the so-manieth time that it comes there."""
+        if self.rank is not None and self.rank != rank:
+            return False
+        if self.place and self.place != place:
+            return False
+        return self.kind == "slow" or self.turn == turn
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "mixed":
+                return f"mixed:{self.option}={str(self.value).lower()}@{self.rank}"
+            case "drop":
+                at = f"@{self.place}" if self.place else ""
+                return f"drop:arrive{at}" + (f":{self.rank}" if self.rank is not None else "")
+            case _:
+                at = f"@{self.place}" if self.place else ""
+                times = f"*{self.factor:g}" if self.kind == "slow" else ""
+                turn = f"#{self.turn}" if self.turn != 1 else ""
+                return f"{self.kind}:{self.rank}{at}{times}{turn}"
+
+
+def parse_fault(text: str) -> Fault:
+    """The fault that `text` writes.
+
+    Raises:
+        PlanError: it is none.
+    """
+    if found := _PLAIN.fullmatch(text):
+        return Fault(
+            kind=found["kind"],
+            rank=int(found["rank"]),
+            place=found["place"] or "",
+            factor=float(found["factor"] or (8 if found["kind"] == "slow" else 1)),
+            turn=int(found["turn"] or 1),
+        )
+    if found := _DROP.fullmatch(text):
+        rank = int(found["rank"]) if found["rank"] else None
+        return Fault(kind="drop", rank=rank, place=found["place"] or "")
+    if found := _MIXED.fullmatch(text):
+        return Fault(
+            kind="mixed",
+            rank=int(found["rank"]),
+            option=found["option"],
+            value=_value(found["value"]),
+        )
+    raise PlanError(
+        f"{text!r} is no fault; write KIND:RANK@PLACE, as in crash:3@offload, slow:2@load*8, "
+        "fail:1@resume_kv, hang:0, drop:arrive@staged:1, mixed:param_offload=false@2"
+    )
+
+
+def _value(text: str) -> OptionValue:
+    if text in {"true", "false"}:
+        return text == "true"
+    return int(text) if text.lstrip("-").isdigit() else text

@@ -1,0 +1,205 @@
+"""Real coroutines on simulated ranks: order by schedule, time for nothing, faults by name."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phasesync.errors import EpochFailed, FenceBroken
+from phasesync.spec import load
+from phasesync.world import InTurn, Outcome, SimFailed, SimRank, SimWorld
+from phasesync.world.schedule import read_schedule, write_schedule
+
+
+async def fenced(rank: SimRank) -> float:
+    await rank.at("offload", takes_s=10.0 * rank.number)
+    await rank.fence("memory_released")
+    await rank.at("resume_kv")
+    return asyncio.get_running_loop().time()
+
+
+def test_sleep_costs_nothing_and_all_pass_together() -> None:
+    began = time.perf_counter()
+    outcome = SimWorld(4).run(fenced)
+    assert set(outcome.results.values()) == {30.0}
+    assert time.perf_counter() - began < 5
+
+
+def test_a_seed_is_one_run() -> None:
+    first, again = SimWorld(3, seed=5).run(fenced), SimWorld(3, seed=5).run(fenced)
+    assert first.events == again.events
+    assert first.schedule == again.schedule != SimWorld(3, seed=6).run(fenced).schedule
+
+
+def test_a_schedule_replays_exactly() -> None:
+    first = SimWorld(3, seed=5).run(fenced)
+    again = SimWorld(3, seed=99).run(fenced, schedule=first.schedule)
+    assert again.events == first.events
+
+
+def test_schedules_are_written_and_read() -> None:
+    choices = (0, 0, 0, 1, 2, 2, 0)
+    assert write_schedule(choices) == "0*3.1.2*2.0"
+    assert read_schedule("0*3.1.2*2.0") == choices
+
+
+class Device:
+    """A device on which two things do not fit together."""
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+
+    def take(self, name: str) -> None:
+        self.held.add(name)
+        assert self.held != {"params", "kv"}, "out of memory"
+
+
+def colocated(fence: bool) -> Any:
+    """A leader maps KV on every device; `fence` says whether it waits for its peers."""
+    devices: dict[int, Device] = {}
+
+    async def main(rank: SimRank) -> None:
+        if rank.number == 0:
+            devices.clear()
+            devices.update({number: Device() for number in range(rank.ranks)})
+        await rank.fence("start")
+        devices[rank.number].take("params")
+        await rank.at("train")
+        devices[rank.number].held.discard("params")
+        await rank.at("offload")
+        if fence:
+            await rank.fence("memory_released")
+        if rank.number == 0:
+            for device in devices.values():
+                device.take("kv")
+
+    return main
+
+
+def test_exploring_finds_the_missing_fence_and_replays_it() -> None:
+    world = SimWorld(2)
+    assert world.explore(colocated(fence=True), runs=50) == 50
+    with pytest.raises(SimFailed, match="out of memory") as failed:
+        world.explore(colocated(fence=False), runs=50)
+    schedule = failed.value.outcome.schedule
+    assert f"schedule={schedule!r}" in str(failed.value)
+    with pytest.raises(SimFailed, match="out of memory") as again:
+        SimWorld(2).run(colocated(fence=False), schedule=schedule)
+    assert again.value.outcome.events == failed.value.outcome.events
+
+
+@pytest.mark.parametrize("strategy", ["pct", "exhaustive"])
+def test_other_strategies_find_it_too(strategy: str) -> None:
+    with pytest.raises(SimFailed, match="out of memory"):
+        SimWorld(2).explore(colocated(fence=False), strategy=strategy, runs=500)
+
+
+def test_in_turn_alone_does_not_find_it() -> None:
+    SimWorld(2).run(colocated(fence=False), schedule=InTurn())
+
+
+def test_exhaustive_ends_by_itself() -> None:
+    runs = SimWorld(2).explore(colocated(fence=True), strategy="exhaustive", preemptions=1)
+    assert 2 < runs < 100
+
+
+def test_a_crash_breaks_the_fence_for_the_others() -> None:
+    world = SimWorld(3, faults=["crash:1@offload"])
+    outcome = world.run(fenced, allow=(FenceBroken,))
+    assert outcome.crashed == ["trainer/1"]
+    assert set(outcome.raised) == {"trainer/0", "trainer/2"}
+    assert "trainer/1" in str(outcome.raised["trainer/0"])
+
+
+def test_a_crashed_rank_cleans_up_nothing() -> None:
+    cleaned: list[int] = []
+
+    async def main(rank: SimRank) -> None:
+        try:
+            await rank.at("work")
+        finally:
+            cleaned.append(rank.number)
+
+    SimWorld(2, faults=["crash:0@work"]).run(main, check=lambda _: _only(cleaned, [1]))
+
+
+def _only(found: list[int], expected: list[int]) -> None:
+    assert found == expected
+
+
+def test_who_waits_for_ever_is_named() -> None:
+    async def main(rank: SimRank) -> None:
+        if rank.number == 0:
+            rank.record("awaits a reply")
+            await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(SimFailed, match=r"waits for ever: trainer/0 \(last: awaits a reply\)"):
+        SimWorld(2).run(main)
+
+
+def test_a_hang_ends_the_others_wait_at_the_deadline() -> None:
+    world = SimWorld(2, faults=["hang:1@offload"])
+    with pytest.raises(SimFailed, match="waits for ever: trainer/1") as failed:
+        world.run(fenced, allow=(FenceBroken,))
+    assert isinstance(failed.value.outcome.raised["trainer/0"], FenceBroken)
+    assert failed.value.outcome.time_s == 300.0
+
+
+def test_blocking_calls_are_named() -> None:
+    async def main(rank: SimRank) -> None:
+        time.sleep(0.01)
+
+    with pytest.raises(SimFailed, match=r"trainer/\d called time.sleep\(0.01\)"):
+        SimWorld(2).run(main)
+    time.sleep(0)
+
+
+def test_busy_code_is_named() -> None:
+    async def main(rank: SimRank) -> None:
+        end = time.perf_counter() + 0.1
+        while time.perf_counter() < end:
+            pass
+
+    with pytest.raises(SimFailed, match="blocked the event loop for"):
+        SimWorld(1, blocking_s=0.05).run(main)
+
+
+def actions(log: list[str]) -> dict[str, Any]:
+    protocol = load("colocated")
+    names = [phase.name for phase in protocol.phases]
+    names += [step.name for step in protocol.recover if not hasattr(step, "scope")]
+    return {name: (lambda name=name: log.append(name)) for name in names}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_real_runner_in_the_world(seed: int, tmp_path: Path) -> None:
+    log: list[str] = []
+
+    async def main(rank: SimRank) -> int:
+        async with rank.runner("colocated", actions=actions(log)) as runner:
+            return (await runner.run_epoch()).version
+
+    outcome = SimWorld(2, seed=seed, runs=tmp_path).run(main)
+    assert list(outcome.results.values()) == [1, 1]
+    assert log.count("resume_kv") == 1
+    assert log.index("resume_kv") > max(n for n, name in enumerate(log) if name == "empty_cache")
+
+
+def test_a_failure_in_the_real_runner_is_the_same_on_every_rank(tmp_path: Path) -> None:
+    async def main(rank: SimRank) -> None:
+        async with rank.runner("colocated", actions=actions([])) as runner:
+            await runner.run_epoch()
+
+    world = SimWorld(2, faults=["fail:1@stage"], runs=tmp_path)
+    outcome = world.run(main, allow=(EpochFailed,))
+    causes = [error.cause for error in outcome.raised.values() if isinstance(error, EpochFailed)]
+    assert len(causes) == 2
+    assert causes[0] == causes[1]
+    assert causes[0].phase == "stage"
+
+
+def test_outcome_lines_show_lanes() -> None:
+    lines = "\n".join(Outcome(seed=1).lines())
+    assert "SimWorld(..., seed=1)" in lines
