@@ -59,7 +59,7 @@ def lane(row: object) -> str:
 def test_lanes_show_phases_and_waits_over_time() -> None:
     run = timeline.read(healthy().lines)
     rows = timeline.lanes_of(run, width=LABEL + 10)
-    assert [lane(row) for row in rows] == ["|epoch 1  ", "oo····rr· ", "oooooo··· "]
+    assert [lane(row) for row in rows] == ["|epoch 1  ", "oo····rr· ", "oooooo··  "]
     assert [str(row) for row in timeline.legend(run)] == ["o offload  r resume_kv  · waits"]
 
 

@@ -100,10 +100,7 @@ class Merge:
 
     def _proven(self, line: Mapping[str, Any], key: int, index: int) -> bool:
         """Whether all who were judged at this fence have been seen to arrive; else it waits."""
-        ticket = line.get("ticket")
-        if type(ticket) is not dict:
-            return True
-        count = ticket.get("count")
+        count = _count_on(line)
         instance = instance_of(line)
         if type(count) is not int or instance in self.unproven:
             return True
@@ -144,6 +141,12 @@ class Merge:
         return first
 
 
+def _count_on(line: Mapping[str, Any]) -> object:
+    """How many arrivals a pass claims: its ticket's, or those that the caller's own join covers."""
+    ticket = line.get("ticket")
+    return ticket.get("count") if type(ticket) is dict else line.get("joined")
+
+
 def instance_of(line: Mapping[str, Any]) -> _Instance:
     """The fence instance that a line is about, whatever its fields hold."""
     attempt, scope, generation = line.get("attempt"), line.get("scope"), line.get("generation")
@@ -163,5 +166,6 @@ def wall_ns(text: object) -> int:
 
 def _count(head: tuple[int, dict[str, Any]] | None) -> int:
     """How many arrivals the pass in `head` was judged on."""
-    count: int = head[1]["ticket"]["count"] if head else 0
+    count = _count_on(head[1]) if head else 0
+    assert isinstance(count, int)
     return count

@@ -12,8 +12,9 @@ import random
 import secrets
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -66,6 +67,8 @@ class Place:
     size: int
     port: int
     run: str
+    coordinator: tuple[str, int] | None = None
+    cluster: str | None = None
 
 
 def bench_fence(
@@ -100,29 +103,68 @@ def _bench_size(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "phasesync.fences.store", __name__])
-    run = secrets.token_hex(4)
-    pipes: list[Connection] = []
-    processes = []
-    for number in range(size):
+    place = Place(number=0, size=size, port=store.port, run=secrets.token_hex(4))
+    with ExitStack() as ended:
+        if any(VARIANTS[name].needs == "coordinator" for name in variants):
+            (_, pipe), *_ = ended.enter_context(_processes(context, _coordinate, [()]))
+            place = replace(place, coordinator=pipe.recv())
+        if any(VARIANTS[name].needs == "ray" for name in variants):
+            place = replace(place, cluster=ended.enter_context(_ray()))
+        parts = [(replace(place, number=number), variants) for number in range(size)]
+        started = ended.enter_context(_processes(context, _member, parts))
+        pipes = [pipe for _, pipe in started]
+        _all_say(pipes, "ready")
+        pids = [process.pid for process, _ in started]
+        return _take_turns(pipes, pids, size, variants, rounds, fences, spread)
+
+
+@contextmanager
+def _processes(
+    context: Any, target: Callable[..., None], parts: Sequence[tuple[Any, ...]]
+) -> Iterator[list[tuple[Any, Connection]]]:
+    """A process for each of `parts`, with a pipe to it; they end when their pipe closes."""
+    started: list[tuple[Any, Connection]] = []
+    for part in parts:
         ours, theirs = context.Pipe()
-        place = Place(number=number, size=size, port=store.port, run=run)
-        process = context.Process(target=_member, args=(place, variants, theirs), daemon=True)
+        process = context.Process(target=target, args=(*part, theirs), daemon=True)
         process.start()
         theirs.close()
-        pipes.append(ours)
-        processes.append(process)
+        started.append((process, ours))
     try:
-        _all_say(pipes, "ready")
-        return _take_turns(
-            pipes, [p.pid for p in processes], size, variants, rounds, fences, spread
-        )
+        yield started
     finally:
-        for pipe in pipes:
+        for _, pipe in started:
             pipe.close()
-        for process in processes:
+        for process, _ in started:
             process.join(5)
-            if process.is_alive():
-                process.kill()
+            process.kill()
+
+
+@contextmanager
+def _ray() -> Iterator[str]:
+    """A Ray cluster on this machine; its address."""
+    ray: Any = import_module("ray")
+    ray.init(include_dashboard=False, log_to_driver=False)
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
+
+
+def _coordinate(pipe: Connection) -> None:
+    """A process that does nothing but coordinate, as one would have it."""
+    from phasesync.fences.tcp import TcpCoordinator  # noqa: PLC0415
+
+    async def serve() -> None:
+        coordinator = TcpCoordinator(token="bench")
+        await coordinator.start()
+        pipe.send(coordinator.address)
+        over = asyncio.Event()
+        asyncio.get_running_loop().add_reader(pipe.fileno(), over.set)
+        await over.wait()
+        await coordinator.close()
+
+    asyncio.run(serve())
 
 
 def _all_say(pipes: Iterable[Connection], word: str) -> None:
@@ -264,6 +306,66 @@ async def _make_store(place: Place) -> Fence:
     return fence
 
 
+async def _make_tcp(place: Place) -> Fence:
+    from phasesync.fences.tcp import TcpFences  # noqa: PLC0415
+
+    assert place.coordinator is not None
+    rank = Rank(RoleName("trainer"), place.number)
+    endpoint = TcpFences(place.coordinator, rank=rank, run=place.run, token="bench")
+    await endpoint.connect()
+
+    async def fence(generation: int) -> None:
+        call = _call(place, generation)
+        await endpoint.arrive(call, _arrival(place, call))
+
+    return fence
+
+
+async def _make_ray(place: Place) -> Fence:
+    ray: Any = import_module("ray")
+    ray.init(address=place.cluster, log_to_driver=False, ignore_reinit_error=True)
+    from phasesync.fences.ray import RayFences  # noqa: PLC0415
+
+    endpoint = RayFences(rank=Rank(RoleName("trainer"), place.number), run=place.run)
+    await endpoint.connect()
+
+    async def fence(generation: int) -> None:
+        call = _call(place, generation)
+        await endpoint.arrive(call, _arrival(place, call))
+
+    return fence
+
+
+class _BarrierActor:
+    """The barrier that people write: count to N, then let all go."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def arrive(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        if len(self._waiting) == self._size:
+            waiting, self._waiting = self._waiting, []
+            for each in waiting:
+                each.set_result(None)
+        await waiter
+
+
+async def _make_ray_barrier(place: Place) -> Fence:
+    ray: Any = import_module("ray")
+    ray.init(address=place.cluster, log_to_driver=False, ignore_reinit_error=True)
+    options = {"name": f"barrier.{place.run}", "namespace": "bench", "get_if_exists": True}
+    made = ray.remote(_BarrierActor).options(num_cpus=0, lifetime="detached", **options)
+    actor = made.remote(place.size)
+
+    async def fence(_: int) -> None:
+        await actor.arrive.remote()
+
+    return fence
+
+
 def _gloo(place: Place) -> Any:
     dist: Any = import_module("torch.distributed")
     if not dist.is_initialized():
@@ -317,14 +419,18 @@ class Variant:
 
     make: Callable[[Place], Awaitable[Fence]]
     default: bool = True
+    needs: str = ""
 
 
 VARIANTS: dict[str, Variant] = {
     "store": Variant(_make_store),
+    "tcp": Variant(_make_tcp, needs="coordinator"),
     "to_thread(dist.barrier)": Variant(_make_to_thread_barrier),
     "dist.barrier": Variant(_make_gloo_barrier),
     "monitored_barrier": Variant(_make_monitored_barrier),
     "nccl barrier": Variant(_make_nccl_barrier, default=False),
+    "ray": Variant(_make_ray, default=False, needs="ray"),
+    "ray actor barrier": Variant(_make_ray_barrier, default=False, needs="ray"),
 }
 
 

@@ -5,7 +5,7 @@ goes to the engine with the call. A sleep raises the floor before anybody is tol
 so that a leader which wakes up later finds its ticket too old.
 """
 
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from typing import Any, TypeAlias
 
 from phasesync.core.model import Version
@@ -25,7 +25,7 @@ def engine_actions(
     serve: Callable[[Any], Awaitable[object]] | None = None,
     in_flight: InFlight = "abort",
     tags: tuple[Tag, ...] = (WEIGHTS, KV_CACHE),
-) -> Mapping[str, _Action]:
+) -> dict[str, _Action]:
     """The leader's actions for the phases of the shipped protocol `colocated`, by phase.
 
     `buckets(turn)` gives what `load` hands to the engine, in order; `serve(turn)` runs while the

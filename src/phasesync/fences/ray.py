@@ -8,21 +8,33 @@ otherwise: one place that every node can find, a secret to share, and word of a 
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from phasesync.core.model import Arrival, Broken, FenceCall, Opened, Rank, RootCause
-from phasesync.errors import StoreLost
-from phasesync.fences.driver import Joined, cause_of, in_thread, join
+from phasesync.errors import RankLost, StoreLost
+from phasesync.fences.driver import CANCEL_S, Joined, cause_of, in_thread, join
 from phasesync.fences.tcp import TcpCoordinator, TcpFences
 
-__all__ = ("NAMESPACE", "RayDriver", "RayFences", "start_coordinator")
+__all__ = (
+    "NAMESPACE",
+    "RayFences",
+    "answer",
+    "join_actors",
+    "lost_in",
+    "start_coordinator",
+)
 
-T = TypeVar("T")
 NAMESPACE = "phasesync"
 CONNECT_S = 60.0
 LOOK_AGAIN_S = 0.1
@@ -32,37 +44,41 @@ IDLE_EXIT_S = 30.0  # A coordinator that nobody is connected to any more ends it
 class _CoordinatorActor:
     """Holds a `TcpCoordinator` in an actor's event loop, where no user code runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle_exit_s: float) -> None:
+        self._idle_exit_s = idle_exit_s
         self._token = secrets.token_hex(16)
-        self._coordinator: TcpCoordinator | None = None
+        self._coordinator = TcpCoordinator(token=self._token, host=ray.util.get_node_ip_address())
+        self._starting: asyncio.Task[None] | None = None
         self._idle: asyncio.Task[None] | None = None
 
     async def address(self) -> tuple[tuple[str, int], str]:
         """Where to connect, and the token to show."""
-        if self._coordinator is None:
-            host = ray.util.get_node_ip_address()
-            coordinator = TcpCoordinator(token=self._token, host=host)
-            await coordinator.start()
-            self._coordinator = coordinator
-            self._idle = asyncio.get_running_loop().create_task(self._end_when_idle(coordinator))
+        if self._starting is None:  # All ranks ask at once: there must be one start.
+            loop = asyncio.get_running_loop()
+            self._starting = loop.create_task(self._coordinator.start())
+            self._idle = loop.create_task(self._end_when_idle(self._coordinator))
+        await asyncio.shield(self._starting)
         return self._coordinator.address, self._token
 
     async def _end_when_idle(self, coordinator: TcpCoordinator) -> None:
         """A detached actor is nobody's: it has to go by itself."""
         idle_since = time.monotonic()
-        while time.monotonic() - idle_since < IDLE_EXIT_S:
-            await asyncio.sleep(IDLE_EXIT_S / 10)
+        while time.monotonic() - idle_since < self._idle_exit_s:
+            await asyncio.sleep(self._idle_exit_s / 10)
             if coordinator.peers:
                 idle_since = time.monotonic()
         await coordinator.close()
-        ray.actor.exit_actor()
+        ray.kill(ray.get_runtime_context().current_actor)
 
 
-def start_coordinator(run: str, *, attempt: int = 0, detached: bool = True) -> Any:
+def start_coordinator(
+    run: str, *, attempt: int = 0, detached: bool = True, idle_exit_s: float = IDLE_EXIT_S
+) -> Any:
     """The coordinator actor of a run, near whoever calls first; there is one.
 
     Detached, it outlives the process that made it: the death of rank 0 is then told to the others
-    as what it is. Not detached, it ends with its maker, and they lose the transport.
+    as what it is. Not detached, it ends with its maker, and they lose the transport. Either way it
+    ends itself when nobody has been connected for `idle_exit_s`.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options: dict[str, Any] = {
@@ -77,7 +93,7 @@ def start_coordinator(run: str, *, attempt: int = 0, detached: bool = True) -> A
     }
     if detached:
         options["lifetime"] = "detached"
-    return ray.remote(_CoordinatorActor).options(**options).remote()
+    return ray.remote(_CoordinatorActor).options(**options).remote(idle_exit_s)
 
 
 def _name(run: str, attempt: int) -> str:
@@ -181,51 +197,70 @@ class RayFences:
                 return where
 
 
-class RayDriver:
-    """The driver's shape: one call to all ranks' actors, and a fence that joins them.
+async def answer(call: Any, *, grace_s: float) -> Any:
+    """What the `call` of an actor's method gives, or the error that the method raised.
 
-    As a worker group's ONE_TO_ALL dispatch, but all answers are watched together: the first failure
-    breaks the fence, and the others are cancelled.
+    A wait that is cancelled cancels the call too, and lasts until that is over, `grace_s` at most:
+    Ray cancels what is queued and what is async, but a plain method that runs ends by itself.
+
+    Raises:
+        RayActorError: the actor is dead or out of reach.
     """
-
-    def __init__(self, actors: Mapping[Rank, Any]) -> None:
-        self._actors = dict(actors)
-
-    async def run(self, call: FenceCall, method: str, *arguments: Any, **named: Any) -> Joined[Any]:
-        """Call `method` on the actor of every member and join.
-
-        Raises:
-            FenceBroken: an actor failed, died, or was not done before the deadline.
-        """
-        asked = {
-            rank: getattr(self._actors[rank], method).remote(*arguments, **named)
-            for rank in call.members
-        }
-        return await join(
-            call,
-            {rank: _of(answer) for rank, answer in asked.items()},
-            cause=_cause,
-            cancel=lambda rank: _cancel(asked[rank]),
-        )
+    future: asyncio.Future[Any] = asyncio.wrap_future(call.future())
+    try:
+        return await asyncio.shield(future)
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, BaseException) else error) from error
+    except asyncio.CancelledError:
+        if not future.done():
+            ray.cancel(call)
+            await asyncio.wait((future,), timeout=grace_s)
+        if future.done() and not future.cancelled():
+            future.exception()  # It is over; what it raised is nobody's any more.
+        raise
 
 
-async def _of(answer: Awaitable[T]) -> T:
-    return await answer
+def lost_in(error: BaseException) -> RankLost | None:
+    """What an error of `answer` says about the actor that was called: gone, or nothing.
+
+    Dead is what Ray says is dead; unavailable may come back, and is never called dead. An actor
+    that the method itself had called is somebody else.
+    """
+    if not isinstance(error, RayActorError) or isinstance(error.__cause__, RayTaskError):
+        return None
+    kind = "unavailable" if isinstance(error, ActorUnavailableError) else "dead"
+    return RankLost(_why(error), kind=kind)
 
 
-def _cancel(answer: Any) -> None:
-    ray.cancel(answer, force=False)
+async def join_actors(
+    call: FenceCall, actors: Mapping[Rank, Any], method: str, *arguments: Any, **named: Any
+) -> Joined[Any]:
+    """Call `method` on the actor of every member, and join: one fence of a driver's own.
+
+    All answers are watched together: the first failure breaks the fence, and the others are
+    cancelled.
+
+    Raises:
+        FenceBroken: an actor failed, died, or was not done before the deadline.
+    """
+    asked = {
+        rank: getattr(actors[rank], method).remote(*arguments, **named) for rank in call.members
+    }
+    return await join(
+        call,
+        {rank: answer(each, grace_s=CANCEL_S) for rank, each in asked.items()},
+        cause=_cause,
+    )
 
 
 def _cause(rank: Rank, error: BaseException) -> RootCause:
-    """Dead is what Ray says is dead; unavailable may come back, and is never called dead."""
-    if isinstance(error, ActorUnavailableError):
-        return RootCause(kind="unavailable", ranks=(rank,), error=_first_line(error))
-    if isinstance(error, RayActorError):
-        return RootCause(kind="dead", ranks=(rank,), error=_first_line(error))
-    inner = getattr(error, "cause", None)
-    return cause_of(rank, inner if isinstance(inner, BaseException) else error)
+    lost = lost_in(error)
+    if lost is not None:
+        return RootCause(kind=lost.kind, ranks=(rank,), error=str(lost))
+    return cause_of(rank, error)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]
+def _why(error: RayActorError) -> str:
+    """The line of Ray's notice that says why, which comes after those that say who."""
+    lines = [line.strip() for line in str(error).splitlines() if line and line[0] != "\t"]
+    return lines[-1] if lines else type(error).__name__

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from phasesync.core.plan import Plan, Wait
 from phasesync.core.protocol import Evidence
-from phasesync.errors import PlanError
+from phasesync.errors import PlanError, RankLost
 
 __all__ = ("DevicePort", "HostDevice", "Proof", "check_established", "prove")
 
@@ -51,11 +51,12 @@ class HostDevice:
 
 
 class Proof(NamedTuple):
-    """What a rank can show at a fence; `error` says what it cannot."""
+    """What a rank can show at a fence; `error` says what it cannot, `kind` as a cause does."""
 
     free_bytes: int | None
     error: str | None = None
     error_type: str | None = None
+    kind: str = "evidence"
 
 
 _ESTABLISHED: dict[str, Callable[[DevicePort], None]] = {
@@ -95,8 +96,10 @@ def prove(device: DevicePort, wait: Wait) -> Proof:
         for name in wait.established:
             _ESTABLISHED[name](device)
         free = device.free_bytes()
+    except RankLost as error:
+        return Proof(None, str(error), type(error.__cause__ or error).__name__, error.kind)
     except Exception as error:
-        return Proof(None, str(error) or repr(error), type(error).__name__)
+        return Proof(None, str(error) or repr(error), type(error).__name__, "failed")
     for evidence in wait.evidence:
         if (unmet := _unmet(device, evidence, free)) is not None:
             return Proof(free, unmet)

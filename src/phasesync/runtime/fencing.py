@@ -196,7 +196,7 @@ class RankFences:
     def joined(self, call: FenceCall) -> Ticket:
         """The caller's own join stands for this fence: its word, with no arrivals to show."""
         self.announce(call, caller="outside")
-        self.write("fence.pass", call, caller="outside")
+        self.write("fence.pass", call, caller="outside", joined=len(call.members))
         return Ticket(key=call.key, fence=call.fence, epoch=call.epoch, count=0, hash="")
 
     def write(self, event: str, call: FenceCall, **fields: Any) -> None:

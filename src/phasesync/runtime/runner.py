@@ -434,7 +434,7 @@ class RankRunner:
         proof = await self._prove(wait)
         if proof.error is not None:
             cause = RootCause(
-                kind="evidence" if proof.error_type is None else "failed",
+                kind=proof.kind,
                 ranks=(self.rank,),
                 fence=wait.fence,
                 error_type=proof.error_type,
@@ -463,7 +463,11 @@ class RankRunner:
     async def _free_bytes(self, act: Act) -> int | None:
         if not self._device.blocks:
             return self._device.free_bytes()
-        found: int | None = await in_thread(self._device.free_bytes, name=f"phasesync {act.phase}")
+        name = f"phasesync {act.phase}"
+        try:
+            found: int | None = await in_thread(self._device.free_bytes, name=name)
+        except RankLost as error:
+            raise _Halt(await self._own_failure(act, error)) from error
         return found
 
     async def _prove(self, wait: Wait) -> Proof:

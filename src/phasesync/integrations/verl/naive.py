@@ -1,0 +1,145 @@
+"""The phases of verl's colocated sync: what each does, in verl's own calls and order.
+
+Every rank makes every call of the rollout, as verl's own body does: the adapter decides whose call
+reaches the engine, and some adapters meet their peers inside a call. Calls stay on the event loop's
+thread, where verl makes its own.
+"""
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from phasesync.core.model import OptionValue
+from phasesync.integrations.verl.place import TorchDevice
+
+__all__ = ("NaiveSync",)
+
+
+class NaiveSync:
+    """One worker's actions. `first` says that this rank is the first of its replica."""
+
+    def __init__(
+        self, worker: Any, module: ModuleType, device: TorchDevice, *, first: bool
+    ) -> None:
+        self._worker = worker
+        self._module = module
+        self._device = device
+        self._first = first
+        self._global_steps: Any = None
+        self._weights: Any = None
+        self._adapter: Any = None
+        self._base_is_due = False
+        self._woken = False
+
+    def actions(self, options: Mapping[str, OptionValue]) -> dict[str, Callable[[], Any]]:
+        """What to do in each phase that the options leave in the plan."""
+        found: dict[str, Callable[[], Any]] = {
+            "trim_cache": self.trim_cache,
+            "resume_weights": self.resume_weights,
+            "meet_weights": self.meet_weights,
+            "stage": self.stage,
+            "ensure_base": self.ensure_base,
+            "feed": self.feed,
+            "offload": self.offload,
+            "empty_cache": self.empty_cache,
+            "resume_kv": self.resume_kv,
+            "meet_kv": self.meet_kv,
+            "reclaim": self.reclaim,
+            "reset": self.reset,
+        }
+        return found
+
+    def begin(self, global_steps: Any) -> None:
+        """A sync begins; the step is what the rollout is told."""
+        self._global_steps = global_steps
+
+    def drop(self) -> None:
+        """Hold on to no weight once the sync is over, however it ended."""
+        self._weights = self._adapter = None
+
+    async def trim_cache(self) -> None:
+        self._device.synchronise()
+        self._device.empty_cache()
+        self._say("Before resume weights")
+
+    async def resume_weights(self) -> None:
+        self._woken = True
+        await self._worker.rollout.resume(tags=["weights"])
+
+    async def meet_weights(self) -> None:
+        if not self._first:
+            await self.resume_weights()
+
+    async def stage(self) -> None:
+        self._say("After resume weights")
+        worker = self._worker
+        self._weights, self._adapter = worker.actor.engine.get_per_tensor_param(
+            layered_summon=worker.layered_summon, base_sync_done=True
+        )
+        self._base_is_due = False
+        if not worker.peft_merge and self._adapter is not None:
+            worker.rollout.sleep_level = 1
+            self._base_is_due = not worker.base_sync_done
+
+    async def ensure_base(self) -> None:
+        """Send the base if this worker's rollout lacks it; afterwards it is there."""
+        if not self._base_is_due:
+            return
+        worker = self._worker
+        base, adapter = worker.actor.engine.get_per_tensor_param(
+            layered_summon=worker.layered_summon, base_sync_done=False
+        )
+        await worker.rollout.update_weights(
+            base, peft_config=adapter, base_sync_done=False, global_steps=self._global_steps
+        )
+        self._base_is_due = False
+
+    async def feed(self) -> None:
+        # An adapter that the configuration does not show has its base due here.
+        await self.ensure_base()
+        await self._worker.rollout.update_weights(
+            self._weights,
+            peft_config=self._adapter,
+            base_sync_done=True,
+            global_steps=self._global_steps,
+        )
+        self._say("After update_weights")
+
+    async def offload(self) -> None:
+        self._worker.actor.engine.to("cpu", model=True, optimizer=False, grad=False)
+        self._device.synchronise()
+
+    async def empty_cache(self) -> None:
+        self.drop()
+        self._device.synchronise()
+        # Before the cache is emptied: a block whose handle a peer had is free only after this.
+        self._device.collect_ipc()
+        self._device.empty_cache()
+        self._say("After offload model to cpu")
+        self._worker.base_sync_done = True
+
+    async def resume_kv(self) -> None:
+        self._woken = True
+        await self._worker.rollout.resume(tags=["kv_cache"])
+        self._say("After resume kv_cache")
+
+    async def meet_kv(self) -> None:
+        if not self._first:
+            await self.resume_kv()
+
+    async def reclaim(self) -> None:
+        """After a failed sync: the engine gives back what it may have mapped."""
+        if self._woken:
+            await self._worker.rollout.release()
+        self._woken = False
+
+    async def reset(self) -> None:
+        engine = self._worker.actor.engine
+        self.drop()
+        if engine.is_param_offload_enabled:
+            engine.to("cpu", model=True, optimizer=False, grad=False)
+        self._device.synchronise()
+        self._device.empty_cache()
+
+    def _say(self, where: str) -> None:
+        self._module.log_gpu_memory_usage(where, logger=self._module.logger)

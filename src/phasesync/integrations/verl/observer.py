@@ -1,0 +1,265 @@
+"""Observe: verl's own body, untouched, and a journal of what it did.
+
+It never waits for anybody and never fails the job. The body runs on a view of the worker that
+passes everything through and notes the calls that are phases of the protocol. Fences are written
+down as the caller's own: no ticket stands behind them, so an audit judges the order by the clocks.
+"""
+
+import warnings
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from phasesync.core.model import Rank, RoleName
+from phasesync.core.plan import PLAN, Act, Plan, Step, Wait, resolve
+from phasesync.integrations.verl.place import (
+    TorchDevice,
+    meeting,
+    options_of,
+    replicas,
+    run_name,
+)
+from phasesync.integrations.verl.settings import Settings
+from phasesync.journal import Journal
+from phasesync.spec import load
+
+__all__ = ("Observer",)
+
+_PROTOCOL = "verl_stock"
+_DRIVER_JOINS = frozenset(("updated", "rollout_over", "asleep"))
+
+
+class Observer:
+    """One worker's syncs as verl makes them, written down."""
+
+    def __init__(self, worker: Any, stock: Any, module: ModuleType, settings: Settings) -> None:
+        self._worker = worker
+        self._stock = stock
+        self._module = module
+        self._settings = settings
+        self._notes: _Notes | None = None
+        self._blind = False
+
+    async def update_weights(self, global_steps: Any) -> Any:
+        """verl's own sync; whatever it does and raises is verl's."""
+        notes = self._look()
+        if notes is None:
+            return await self._stock(self._worker, global_steps=global_steps, mode="naive")
+        view = _WorkerView(self._worker, notes)
+        with notes.epoch():
+            return await self._stock(view, global_steps=global_steps, mode="naive")
+
+    def _look(self) -> "_Notes | None":
+        if self._notes is None and not self._blind:
+            try:
+                self._notes = self._open()
+            except Exception as error:
+                self._blind = True
+                why = f"phasesync cannot observe ({error}); verl runs as it is"
+                warnings.warn(why, RuntimeWarning, stacklevel=2)
+        return self._notes
+
+    def _open(self) -> "_Notes":
+        rank, ranks, store = meeting(self._worker, self._settings)
+        groups = replicas(self._worker, ranks)
+        protocol = load(_PROTOCOL)
+        known = {option.name for option in protocol.options}
+        given = options_of(self._worker, groups) | self._settings.options
+        options = {name: value for name, value in given.items() if name in known}
+        plan = resolve(protocol, ranks, options, groups={"replica": groups})
+        device = TorchDevice(self._module, rank)
+        run = run_name(self._settings, store)
+        return _Notes(plan, rank, run, device, self._settings)
+
+
+class _Notes:
+    """The journal of one rank that is watched: where it stands in its program, and its lines."""
+
+    def __init__(
+        self, plan: Plan, rank: int, run: str, device: TorchDevice, settings: Settings
+    ) -> None:
+        self._plan = plan
+        self._steps = plan.programs[rank]
+        self._at = 0
+        self._epoch = 0
+        self._generations: dict[int, int] = {}
+        self._device = device
+        self._journal = Journal(
+            settings.folder,
+            run=run,
+            rank=Rank(RoleName("trainer"), rank),
+            ranks=len(plan.members),
+            device=device.name,
+            fsync=settings.fsync,
+        )
+        self._journal.bind(attempt=0, protocol=plan.protocol.name, digest=plan.digest)
+        self._journal.write("rank.start", mode="observe")
+        self._fence(Wait(PLAN, plan.world, 0.0, (), (), False), epoch=0)
+        self._journal.write(
+            "plan",
+            epoch=0,
+            options=dict(plan.options),
+            members=[str(member) for member in plan.members],
+            devices=list(plan.devices),
+            place=list(plan.place),
+            groups={name: [list(part) for part in parts] for name, parts in plan.groups},
+            caller_joins=True,
+        )
+
+    @contextmanager
+    def epoch(self) -> Iterator[None]:
+        """One call of the body, and what the program around it has done since the last one."""
+        if self._epoch:
+            self._pass_by(len(self._steps))
+        self._at = 0
+        self._epoch += 1
+        self._journal.bind(epoch=self._epoch, version=self._epoch)
+        self._journal.write("epoch.begin")
+        try:
+            yield
+        except BaseException as error:
+            self._journal.write("epoch.end", level="error", **_said(error))
+            raise
+        self._pass_by(self._first_of_fence("updated"))
+        self._journal.write("epoch.end")
+
+    @contextmanager
+    def phase(self, *names: str) -> Iterator[None]:
+        """A call of the body that is one of these phases, whichever is next; or none of them."""
+        found = next((at for at in map(self._first_of, names) if self._at <= at), None)
+        if found is None or found == len(self._steps):
+            yield
+            return
+        self._pass_by(found)
+        step = self._steps[found]
+        assert isinstance(step, Act)
+        self._journal.write("phase.start", phase=step.phase)
+        try:
+            yield
+        except BaseException as error:
+            self._journal.write("phase.fail", level="error", phase=step.phase, **_said(error))
+            raise
+        self._end(step)
+        self._at = found + 1
+
+    def _first_of(self, name: str) -> int:
+        names = [step.phase if isinstance(step, Act) else "" for step in self._steps]
+        return names.index(name) if name in names else len(self._steps)
+
+    def _first_of_fence(self, name: str) -> int:
+        return next(
+            at
+            for at, step in enumerate(self._steps)
+            if isinstance(step, Wait) and step.fence == name
+        )
+
+    def _pass_by(self, until: int) -> None:
+        """What lies between is done: its phases by the body, unseen, its fences by nobody."""
+        for step in self._steps[self._at : until]:
+            self._note(step)
+        self._at = max(self._at, until)
+
+    def _note(self, step: Step) -> None:
+        if isinstance(step, Wait):
+            self._fence(step)
+            return
+        self._journal.write("phase.start", phase=step.phase, caller="outside")
+        self._end(step, caller="outside")
+
+    def _end(self, step: Act, **fields: Any) -> None:
+        self._journal.write(
+            "phase.end", phase=step.phase, free_bytes=self._device.free_bytes(), **fields
+        )
+
+    def _fence(self, wait: Wait, **fields: Any) -> None:
+        generation = self._generations.get(wait.scope, 0)
+        self._generations[wait.scope] = generation + 1
+        where: dict[str, Any] = {
+            "fence": wait.fence,
+            "scope": self._plan.scopes[wait.scope].name,
+            "generation": generation,
+            "caller": "outside",
+            **fields,
+        }
+        self._journal.write("fence.arrive", status="ok", **where)
+        # The driver's joins are joins; inside verl's body nobody is known to wait.
+        members = self._plan.scopes[wait.scope].members
+        joined = len(members) if wait.fence in _DRIVER_JOINS else None
+        self._journal.write("fence.pass", joined=joined, **where)
+
+
+def _said(error: BaseException) -> dict[str, str]:
+    return {"error_type": type(error).__name__, "error": str(error) or repr(error)}
+
+
+class _View:
+    """Another object as it is: what is read, called and set reaches it; some calls are noted."""
+
+    def __init__(self, of: Any, **instead: Any) -> None:
+        object.__setattr__(self, "_of", of)
+        object.__setattr__(self, "_instead", instead)
+
+    def __getattr__(self, name: str) -> Any:
+        instead = object.__getattribute__(self, "_instead")
+        if name in instead:
+            return instead[name]
+        return getattr(object.__getattribute__(self, "_of"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "_of"), name, value)
+
+
+class _WorkerView(_View):
+    """A worker whose rollout and engine are seen at work."""
+
+    def __init__(self, worker: Any, notes: _Notes) -> None:
+        rollout, engine = worker.rollout, worker.actor.engine
+        super().__init__(
+            worker,
+            rollout=_View(
+                rollout,
+                resume=_noted_async(
+                    rollout.resume,
+                    notes,
+                    lambda **call: (
+                        ("resume_kv", "meet_kv")
+                        if "kv_cache" in call.get("tags", ())
+                        else ("resume_weights", "meet_weights")
+                    ),
+                ),
+                update_weights=_noted_async(
+                    rollout.update_weights,
+                    notes,
+                    lambda **call: ("feed",) if call.get("base_sync_done") else ("ensure_base",),
+                ),
+            ),
+            actor=_View(
+                worker.actor,
+                engine=_View(
+                    engine,
+                    get_per_tensor_param=_noted(engine.get_per_tensor_param, notes, "stage"),
+                    to=_noted(engine.to, notes, "offload"),
+                ),
+            ),
+        )
+
+
+def _noted(call: Callable[..., Any], notes: _Notes, phase: str) -> Callable[..., Any]:
+    def seen(*arguments: Any, **named: Any) -> Any:
+        with notes.phase(phase):
+            return call(*arguments, **named)
+
+    return seen
+
+
+def _noted_async(
+    call: Callable[..., Awaitable[Any]],
+    notes: _Notes,
+    phases: Callable[..., tuple[str, ...]],
+) -> Callable[..., Awaitable[Any]]:
+    async def seen(*arguments: Any, **named: Any) -> Any:
+        with notes.phase(*phases(**named)):
+            return await call(*arguments, **named)
+
+    return seen
