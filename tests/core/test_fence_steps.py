@@ -1,5 +1,6 @@
 """The store algorithm under a driver that chooses who moves next, and who dies between steps."""
 
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -347,6 +348,27 @@ def test_a_sleeper_is_not_released_by_an_old_verdict() -> None:
                 pass
         answers = [passed.answer for passed in got]
         assert all(not isinstance(answer, Opened) for answer in answers), (generation, answers)
+
+
+def test_a_long_run_keeps_a_fixed_number_of_keys() -> None:
+    """`PHASESYNC_EPOCHS=100000` makes it as long as a long training."""
+    world = World(size=2, generations=int(os.environ.get("PHASESYNC_EPOCHS", "5000")))
+    lives = [world.life(rank) for rank in world.ranks]
+    pending = [next(life) for life in lives]
+    most = 0
+    while lives:
+        for n in reversed(range(len(lives))):
+            operation = pending[n]
+            if isinstance(operation, Wait) and operation.key not in world.store.values:
+                continue
+            most = max(most, len(world.store.values))
+            try:
+                pending[n] = lives[n].send(world.store.perform(operation))
+            except StopIteration:
+                del lives[n], pending[n]
+    assert len(world.passes) == 2 * world.generations
+    assert most <= 2 * 10 + 8
+    assert world.store.values == {}
 
 
 @pytest.mark.parametrize(("size", "expected"), [(8, 65), (64, 457), (1024, 7177)])

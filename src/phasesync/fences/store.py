@@ -358,14 +358,22 @@ class _Lines:
         self._all: list[_Line] = []
         self.lost: StoreLost | None = None
 
-    def submit(self, steps: Steps) -> "asyncio.Future[Any]":
-        """Perform steps on a free line; the future also fails if the store is lost."""
+    def submit(self, steps: Steps, *, waits: bool = False) -> "asyncio.Future[Any]":
+        """Perform steps on a free line; the future also fails if the store is lost.
+
+        Steps that wait for others take their line away for long; then a spare one is opened ahead,
+        because to connect may take seconds, and whoever breaks a fence has none to lose.
+        """
         future = asyncio.get_running_loop().create_future()
         if self.lost is not None:
             future.set_exception(self.lost)
             return future
         line = self._idle.pop() if self._idle else self._open()
         line.give(_Job(steps, future))
+        if waits and not self._idle:
+            ready = asyncio.get_running_loop().create_future()
+            ready.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._open().give(_Job(_nothing(), ready))
         return future
 
     def done(
@@ -564,7 +572,8 @@ class StoreFences:
         if not slot.watched:
             slot.watched = True
             steps = watching(self._space, call, self._me, register=register)
-            self._lines.submit(steps).add_done_callback(lambda job: self._hand_on(call, slot, job))
+            watching_line = self._lines.submit(steps, waits=True)
+            watching_line.add_done_callback(lambda job: self._hand_on(call, slot, job))
         verdict = await slot.heard()
         if verdict is None:
             raise StaleArrival(f"fence {call.fence!r} was decided and tidied up long ago")
@@ -659,7 +668,7 @@ class StoreFences:
             opened_before=self._scopes[call.key.scope].opened,
             wait=wait,
         )
-        watch = _Deadline(self, call, slot, self._lines.submit(steps))
+        watch = _Deadline(self, call, slot, self._lines.submit(steps, waits=wait))
         try:
             came: Passed | Counted = await watch.job
             if isinstance(came, Passed):

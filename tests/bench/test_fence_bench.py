@@ -1,0 +1,57 @@
+"""The benchmark measures what it says it does, on two processes."""
+
+import pytest
+
+from phasesync.bench.fence import Row, bench_fence, step_costs, table
+from phasesync.errors import InputError
+
+
+def test_variants_are_measured_in_one_run_and_nobody_is_released_early() -> None:
+    variants = ("store", "tcp", "to_thread(dist.barrier)")
+    rows = bench_fence((2,), variants=variants, rounds=2, fences=5)
+    assert [row.variant for row in rows] == list(variants)
+    for row in rows:
+        assert row.fences == 10
+        assert row.early == 0
+        assert 0 < row.least_ms <= row.p50_ms <= row.most_ms
+    shown = table(rows)
+    assert all(name in shown for name in variants)
+    assert "N=2" in shown
+
+
+def test_an_unknown_variant_is_named() -> None:
+    with pytest.raises(InputError, match=r"no fence 'nope' to measure; there are: store, tcp"):
+        bench_fence((2,), variants=("nope",))
+
+
+def test_a_table_shows_what_was_not_measured_as_a_dash() -> None:
+    row = Row(
+        variant="store",
+        size=2,
+        fences=1,
+        p50_ms=0.5,
+        p99_ms=1.0,
+        least_ms=0.5,
+        most_ms=1.0,
+        early=0,
+        foreign=0.25,
+    )
+    other = Row(
+        variant="tcp",
+        size=4,
+        fences=1,
+        p50_ms=0.25,
+        p99_ms=2.0,
+        least_ms=0.1,
+        most_ms=2.0,
+        early=0,
+        foreign=0.0,
+    )
+    lines = table([row, other]).splitlines()
+    assert lines[1].split() == ["store", "0.50", "/", "1.00", "-"]
+    assert lines[2].split() == ["tcp", "-", "0.25", "/", "2.00"]
+    assert lines[3].endswith("others used up to 25%")
+
+
+def test_each_step_of_a_fence_has_a_cost() -> None:
+    assert all(cost > 0 for cost in step_costs(repeats=5).values())
