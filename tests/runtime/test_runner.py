@@ -14,8 +14,8 @@ import orjson
 import pytest
 
 from phasesync.core.model import Rank, RoleName, RootCause
-from phasesync.core.protocol import Evidence, FenceDecl, PhaseDecl
-from phasesync.errors import EpochFailed, EpochOrderError, PlanError
+from phasesync.core.protocol import Evidence, FenceDecl, PhaseDecl, Protocol, Retry
+from phasesync.errors import EpochFailed, EpochOrderError, PlanError, ProtocolError
 from phasesync.fences.inprocess import InProcessFences
 from phasesync.runtime import HostDevice, RankRunner, Turn
 from phasesync.spec import load
@@ -285,6 +285,53 @@ def test_a_phase_deadline_is_a_failure(tmp_path: Path) -> None:
 
     with pytest.raises(EpochFailed, match=r"longer than its deadline of 0.05 s"):
         asyncio.run(main())
+
+
+def test_a_safe_action_is_tried_once_more_and_no_other(tmp_path: Path) -> None:
+    protocol = load("basic")
+    tries: list[tuple[str, int]] = []
+
+    def declared(retry: Retry) -> Protocol:
+        steps = tuple(
+            replace(step, retry=retry) if step.name == "offload" else step
+            for step in protocol.steps
+        )
+        return replace(protocol, steps=steps)
+
+    def flaky(turn: Turn) -> None:
+        tries.append((turn.phase, turn.retry))
+        if not turn.retry:
+            raise RuntimeError("not yet")
+
+    async def main(retry: Retry) -> None:
+        one = RankRunner(
+            declared(retry),
+            rank=0,
+            ranks=1,
+            actions=basic(offload=flaky),
+            options={"replica_size": 1},
+            runs=tmp_path / retry,
+            caller_joins=True,
+        )
+        async with one:
+            await one.run_epoch()
+
+    with pytest.raises(EpochFailed, match="not yet"):
+        asyncio.run(main(Retry.NEVER))
+    assert tries == [("offload", 0)]
+    for retry in (Retry.SAFE, Retry.AFTER_QUERY):
+        tries.clear()
+        asyncio.run(main(retry))
+        assert tries == [("offload", 0), ("offload", 1)]
+
+
+def test_a_protocol_that_lint_refuses_is_not_run(tmp_path: Path) -> None:
+    protocol = load("basic")
+    steps = tuple(step for step in protocol.steps if step.name != "memory_released")
+    more: dict[str, Any] = {"rank": 0, "ranks": 2, "actions": basic(), "runs": tmp_path}
+    with pytest.raises(ProtocolError, match="resume_kv"):
+        RankRunner(replace(protocol, steps=steps), **more)
+    RankRunner(replace(protocol, steps=steps), unchecked=True, **more)
 
 
 FAILED = EpochFailed(

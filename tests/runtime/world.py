@@ -125,6 +125,7 @@ class World:
             options={"replica_size": self.size, **self.options},
             runs=self.runs,
             run=self.run,
+            unchecked=True,
         )
         async with runner:
             for _ in range(self.epochs):

@@ -38,6 +38,7 @@ async def live(
             attempt=0,
             runs=script.runs,
             plan_deadline_s=PLAN_DEADLINE_S,
+            unchecked=script.broken,
         ) as runner:
             for _ in range(script.epochs):
                 await runner.run_epoch()

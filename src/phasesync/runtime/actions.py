@@ -27,7 +27,11 @@ _Call: TypeAlias = Callable[["Turn"], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What an action is told: who, when, and the ticket of the fence that it stands behind."""
+    """What an action is told: who, when, and the ticket of the fence that it stands behind.
+
+    `retry` is 0 on the first try. An action that the protocol calls `retry: safe` is tried once
+    more when it raises; one that is `after_query` too, and must then ask first how things stand.
+    """
 
     rank: Rank
     phase: Phase
@@ -36,6 +40,7 @@ class Turn:
     ticket: Ticket | None
     plan: Plan
     journal: Journal
+    retry: int = 0
 
     def progress(self, **marks: Any) -> None:
         """Write a mark to the journal, with whatever figures it is given: `bytes`, `bucket`..."""

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -22,12 +22,13 @@ from phasesync.core.aftermath import aftermath, put_back, to_replace
 from phasesync.core.kernel import Kind, Stage, Status, fences_left, lost_leaders, next_step
 from phasesync.core.model import Broken, Epoch, OptionValue, Rank, RootCause, Version
 from phasesync.core.plan import PLAN, Act, Plan, Wait, resolve
-from phasesync.core.protocol import PhaseDecl, Protocol
+from phasesync.core.protocol import PhaseDecl, Protocol, Retry
 from phasesync.errors import EpochFailed, EpochOrderError, FenceError, PlanError, RankLost, describe
 from phasesync.fences.base import FenceTransport
 from phasesync.fences.inprocess import InProcessFences
 from phasesync.fences.store import StoreFences
 from phasesync.journal import Journal, line_cut
+from phasesync.lint import refuse
 from phasesync.machine import RankMachine
 from phasesync.runtime.actions import Action, Turn, bind, check_names, in_thread
 from phasesync.runtime.device import DevicePort, HostDevice, Proof, check_established, prove
@@ -71,9 +72,11 @@ class RankRunner:
     they are recorded, and so are fences `joined: outside` when `caller_joins` is set. `fences` is
     a fence transport or a `torch.distributed` store; without one the run has one process, and
     waits for nobody. A run without a name is called after the start of its store, so that each
-    job has a folder of its own.
+    job has a folder of its own. A protocol that lint refuses is not run, unless `unchecked`, which
+    is for experiments that take a fence away.
 
     Raises:
+        ProtocolError: lint refuses the protocol.
         PlanError: the arguments do not make a plan, or a phase has no action.
     """
 
@@ -95,10 +98,13 @@ class RankRunner:
         runs: Path | str | None = None,
         fsync: str = "none",
         plan_deadline_s: float = 600.0,
+        unchecked: bool = False,
         wall: Callable[[], float] = time.time,
         mono_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.protocol = load(protocol) if isinstance(protocol, str) else protocol
+        if not unchecked:
+            _doubt(self.protocol)
         self._resolve = partial(resolve, self.protocol, ranks, options, groups=groups)
         self.plan: Plan = self._resolve()
         check_established(self.plan)
@@ -341,6 +347,27 @@ class RankRunner:
 
     async def _perform(self, act: Act, call: Callable[[Turn], Awaitable[Any]]) -> None:
         """Run the action, and meanwhile heed its next fence: if that breaks, cut the action off."""
+        tries = 1 if act.retry is Retry.NEVER else 2
+        for retry in range(tries):
+            error = await self._once(act, call, retry)
+            if error is None:
+                return
+            if retry + 1 < tries:
+                self.journal.write(
+                    "phase.progress",
+                    level="warning",
+                    phase=act.phase,
+                    retry=retry + 1,
+                    error_type=type(error).__name__,
+                    error=str(error),
+                )
+        assert error is not None
+        raise _Halt(await self._own_failure(act, error)) from error
+
+    async def _once(
+        self, act: Act, call: Callable[[Turn], Awaitable[Any]], retry: int
+    ) -> Exception | None:
+        """One try of an action; what it raised. A try that was cut off is not tried again."""
         turn = Turn(
             rank=self.rank,
             phase=act.phase,
@@ -349,6 +376,7 @@ class RankRunner:
             ticket=self._fences.ticket,
             plan=self.plan,
             journal=self.journal,
+            retry=retry,
         )
         action = asyncio.ensure_future(call(turn))
         alarm = self._alarm()
@@ -364,10 +392,10 @@ class RankRunner:
                     late = f"it took longer than its deadline of {act.deadline_s:g} s"
                     raise _Halt(await self._own_failure(act, TimeoutError(late)))
                 raise _Halt(await self._cut_off(act, alarm.result()))
-            if (error := action.exception()) is not None:
-                if not isinstance(error, Exception):
-                    raise error
-                raise _Halt(await self._own_failure(act, error)) from error
+            error = action.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            return error
         finally:
             await _ended(action)
             if alarm is not None:
@@ -675,6 +703,12 @@ async def _ended(task: asyncio.Future[Any]) -> None:
 
 _POISONED = "its part of the recovery can never be done; the replica is poisoned"
 _STOPPED = frozenset((Status.STOPPED, Status.ABORTED))
+
+
+@lru_cache(maxsize=64)
+def _doubt(protocol: Protocol) -> None:
+    """Once a protocol and process: lint looks at every assignment of the options."""
+    refuse(protocol)
 
 
 def _named(protocol: Protocol, rank: str | int) -> Rank:
