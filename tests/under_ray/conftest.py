@@ -1,0 +1,43 @@
+"""One small Ray for all tests under it; skipped where Ray is missing, but never in CI."""
+
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STORE_BYTES = 80 * 2**20
+
+
+def _ray() -> Any:
+    try:
+        return import_module("ray")
+    except ModuleNotFoundError:
+        if os.environ.get("CI"):
+            pytest.fail("the tests under Ray need it: pip install -c constraints.txt ray")
+        pytest.skip("Ray is not installed: pip install 'phasesync[ray]'")
+
+
+@pytest.fixture(scope="session")
+def ray_here() -> Iterator[Any]:
+    """Ray on this machine, with workers that find the tests."""
+    ray = _ray()
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=STORE_BYTES,
+        log_to_driver=False,
+        configure_logging=False,
+        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}},
+    )
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def ray(ray_here: Any) -> Any:
+    """The module, once Ray has started."""
+    return ray_here

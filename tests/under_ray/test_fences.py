@@ -1,0 +1,124 @@
+"""Fences under Ray, with ranks as real actors of a small local cluster."""
+
+import asyncio
+import secrets
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from phasesync.core.model import Rank
+from phasesync.testing import check_fence_transport
+from tests.fences.processes import Part, Seen, call_of, live, rank_of
+
+pytestmark = pytest.mark.timeout(120)
+SIZE = 3
+VICTIM = 1
+
+
+class Member:
+    """A rank as an actor."""
+
+    async def live(self, part: Part) -> Seen:
+        from phasesync.fences.ray import RayFences
+
+        return await live(part, RayFences(rank=rank_of(part.number), run=part.run))
+
+
+def members(ray: Any, size: int = SIZE) -> dict[Rank, Any]:
+    actor = ray.remote(Member)
+    return {rank_of(n): actor.options(num_cpus=0).remote() for n in range(size)}
+
+
+def parts(**bad: Any) -> list[Part]:
+    run = secrets.token_hex(4)
+    base = Part(number=0, size=SIZE, run=run, address=None, deadline_s=20.0)
+    return [replace(base, number=n, **(bad if n == VICTIM else {})) for n in range(SIZE)]
+
+
+def test_the_promises_hold_under_ray(ray: Any) -> None:
+    from phasesync.fences.ray import RayFences
+
+    def make(run: str, rank: Rank, incarnation: int) -> RayFences:
+        return RayFences(rank=rank, run=run, incarnation=incarnation)
+
+    asyncio.run(check_fence_transport(make))
+
+
+def test_actors_pass_together(ray: Any) -> None:
+    actors = members(ray)
+    seen = ray.get([actors[rank_of(p.number)].live.remote(p) for p in parts()], timeout=60)
+    assert [len(who.outcomes) for who in seen] == [3] * SIZE
+    assert len({tuple(who.outcomes) for who in seen}) == 1
+
+
+async def all_wait_for_the_victim(part: Part) -> None:
+    from phasesync.fences.ray import RayFences
+
+    onlooker = RayFences(rank=rank_of(99), run=part.run)
+    await onlooker.connect()
+    while await onlooker.missing(call_of(part, 1)) != (rank_of(VICTIM),):
+        await asyncio.sleep(0.05)
+    await onlooker.close()
+
+
+def test_a_killed_actor_is_known_within_a_second(ray: Any) -> None:
+    actors = members(ray)
+    given = parts(act="late", late_s=60.0)
+    answers = [actors[rank_of(p.number)].live.remote(p) for p in given]
+    asyncio.run(all_wait_for_the_victim(given[0]))
+    killed = time.monotonic()
+    ray.kill(actors[rank_of(VICTIM)])
+    seen = ray.get([a for n, a in enumerate(answers) if n != VICTIM], timeout=30)
+    causes = {who.last[1] for who in seen}
+    (cause,) = causes
+    assert (cause.kind, cause.ranks) == ("dead", (rank_of(VICTIM),))
+    assert max(who.ended_at[-1] for who in seen) - killed < 1
+
+
+def test_a_killed_coordinator_is_lost_at_once(ray: Any) -> None:
+    from phasesync.fences.ray import NAMESPACE
+
+    given = parts(act="late", late_s=60.0)
+    actors = members(ray)
+    answers = [actors[rank_of(p.number)].live.remote(p) for p in given]
+    asyncio.run(all_wait_for_the_victim(given[0]))
+    coordinator = ray.get_actor(f"phasesync.{given[0].run}.0", namespace=NAMESPACE)
+    killed = time.monotonic()
+    ray.kill(coordinator)
+    seen = ray.get([a for n, a in enumerate(answers) if n != VICTIM], timeout=30)
+    assert {who.last[0] for who in seen} == {"lost"}
+    assert max(who.ended_at[-1] for who in seen) - killed < 1
+
+
+def is_there(ray: Any, run: str) -> bool:
+    from phasesync.fences.ray import NAMESPACE
+
+    try:
+        ray.get_actor(f"phasesync.{run}.0", namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def test_a_coordinator_that_nobody_needs_ends_itself(ray: Any) -> None:
+    from phasesync.fences.ray import RayFences, start_coordinator
+
+    run = secrets.token_hex(4)
+    coordinator = start_coordinator(run, idle_exit_s=0.5)
+
+    async def be_there() -> None:
+        fences = RayFences(rank=rank_of(0), run=run)
+        await fences.connect()
+        await asyncio.sleep(1)
+        assert is_there(ray, run)
+        await fences.close()
+
+    asyncio.run(be_there())
+    until = time.monotonic() + 20
+    while is_there(ray, run) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not is_there(ray, run)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(coordinator.address.remote(), timeout=10)
