@@ -46,6 +46,16 @@ def audit_paths(
         ProtocolError: `protocol` is none.
     """
     given = load(protocol) if protocol is not None else None
+    with logs.unpacked(paths) as here:
+        return _audited(here, given, vocabulary, progress)
+
+
+def _audited(
+    paths: Sequence[Path],
+    given: Protocol | None,
+    vocabulary: Mapping[str, str] | None,
+    progress: Callable[[int], None] | None,
+) -> list[Answer]:
     found = logs.sources(paths)
     answers = [
         audit_trace(each.name, _counted(logs.lines(each.path), progress), vocabulary=vocabulary)
