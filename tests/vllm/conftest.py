@@ -117,6 +117,6 @@ def engine_options() -> dict[str, Any]:
         "kv_cache_memory_bytes": 64 << 20,
         "disable_log_stats": True,
         "skip_tokenizer_init": True,
-        "worker_cls": "sleepy_worker.SleepyWorker",
-        "worker_extension_cls": "sleepy_worker.Extension",
+        "worker_cls": "tests.vllm.sleepy_worker.SleepyWorker",
+        "worker_extension_cls": "tests.vllm.sleepy_worker.Extension",
     }

@@ -9,8 +9,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from sleepy_worker import broadcast, gloo
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from .sleepy_worker import broadcast, gloo
 
 __all__ = ("Sender",)
 

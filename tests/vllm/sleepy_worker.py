@@ -22,7 +22,12 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  (before the worker, as vLLM itself 
 _ops._supports_onednn = False
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, Store, TCPStore
+from torch.distributed import (  # type: ignore[attr-defined]
+    BroadcastOptions,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -37,7 +42,7 @@ from phasesync.engines.vllm_worker import WorkerExtension
 Kept = list[tuple[Any, int, Any]]
 
 
-class SleepyWorker(CPUWorker):
+class SleepyWorker(CPUWorker):  # type: ignore[misc]
     """vLLM's CPU worker with a sleep that frees."""
 
     _kept: dict[str, Kept] | None = None
@@ -63,7 +68,8 @@ class SleepyWorker(CPUWorker):
                 if copy is not None:
                     storage.copy_(copy)
                 else:
-                    torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,)).fill_(fill)
+                    bytes_ = torch.empty(0, dtype=torch.uint8)
+                    bytes_.set_(storage, 0, (size,), (1,)).fill_(fill)
 
     def held_bytes(self) -> dict[str, int]:
         """What weights and KV hold now."""

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROMPT, Models
-from cycle import Fences, colocated_epoch
-from sender import Sender
 
 from phasesync.core.model import Rank, RoleName, Version
 from phasesync.engines.actions import engine_actions
@@ -20,6 +17,10 @@ from phasesync.engines.vllm import Rpc, VllmEngine
 from phasesync.errors import EngineRefused, EpochFailed
 from phasesync.fences.inprocess import InProcessFences
 from phasesync.runtime import RankRunner, Turn
+
+from .conftest import PROMPT, Models
+from .cycle import Fences, colocated_epoch
+from .sender import Sender
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -199,7 +200,10 @@ def test_a_worker_killed_in_mid_update_is_audited_right(run: Run, llm: Any, tmp_
         """What the trainer itself does is not what this test is about."""
 
     own = ("load_back", "train", "trim_cache", "stage", "offload", "empty_cache", "reset")
-    actions = {**engine_actions(engine, buckets=buckets), **dict.fromkeys(own, nothing)}
+    actions: dict[str, Any] = {
+        **engine_actions(engine, buckets=buckets),
+        **dict.fromkeys(own, nothing),
+    }
 
     async def story() -> EpochFailed:
         await engine.pause()

@@ -1,18 +1,20 @@
 """`LLM`, one rank, in this process: whole epochs, every illegal order, the guard, LoRA."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-from conftest import PROMPT, Models
-from cycle import Fences, colocated_epoch
 
 from phasesync.core.model import Version
 from phasesync.engines.base import KV_CACHE, WEIGHTS, Floor
 from phasesync.engines.guard import guard
 from phasesync.engines.vllm import Rpc, VllmEngine
 from phasesync.errors import EngineError, EngineRefused
+
+from .conftest import PROMPT, Models
+from .cycle import Fences, colocated_epoch
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -167,13 +169,14 @@ def test_the_guard_refuses_whoever_calls_and_the_engine_stays_usable(
         fresh.sleep(level=1)
         fresh.wake_up(["weights"])
         for said, ticket in fences.bad("memory_released", 3).items():
-            for call in (
-                lambda ticket=ticket: fresh.wake_up(["kv_cache"], ticket=ticket),
-                lambda ticket=ticket: fresh.wake_up(ticket=ticket),
-                lambda ticket=ticket: fresh.llm_engine.wake_up(["kv_cache"], ticket=ticket),
-            ):
+            wakes: tuple[Callable[..., Any], ...] = (
+                partial(fresh.wake_up, ["kv_cache"]),
+                fresh.wake_up,
+                partial(fresh.llm_engine.wake_up, ["kv_cache"]),
+            )
+            for wake in wakes:
                 with pytest.raises(EngineRefused, match=said):
-                    call()
+                    wake(ticket=ticket)
         assert fresh.collective_rpc("held_bytes")[0]["kv_cache"] == 0
         fresh.wake_up(["kv_cache"], ticket=fences.open("memory_released", 3))
         keeper.admit(fences.open("ready_to_serve", 3))

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROMPT, Models, greedy
-from cycle import Fences, colocated_epoch
-from test_llm import asked, tokens
 
 from phasesync.engines.vllm import Lora, VllmEngine
+
+from .conftest import PROMPT, Models, greedy
+from .cycle import Fences, colocated_epoch
+from .test_llm import asked, tokens
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:

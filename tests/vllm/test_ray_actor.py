@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROMPT, Models
-from cycle import Fences, colocated_epoch
 
 from phasesync.core.model import FenceKey, FenceVerdict, Opened, Ticket
 from phasesync.engines.base import Floor
 from phasesync.engines.guard import guard
 from phasesync.engines.vllm import Rpc, VllmEngine
 
+from .conftest import PROMPT, Models
+from .cycle import Fences, colocated_epoch
+
 ray = pytest.importorskip("ray")
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -88,7 +89,7 @@ def board() -> Iterator[Any]:
         include_dashboard=False,
         logging_level="ERROR",
         log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(HERE)}},
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
     )
     yield ray.remote(num_cpus=0)(Board).remote()
     ray.shutdown()

@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROMPT, Models
-from cycle import Fences, colocated_epoch
-from sender import free_port
 
 from phasesync.core import wire
 from phasesync.core.model import Opened, Ticket, Version
@@ -22,7 +19,11 @@ from phasesync.engines.tickets import TICKET_HEADER, ticket_text
 from phasesync.engines.vllm import Rpc, VllmEngine
 from phasesync.errors import EngineError, EngineRefused
 
-HERE = Path(__file__).parent
+from .conftest import PROMPT, Models
+from .cycle import Fences, colocated_epoch
+from .sender import free_port
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -38,7 +39,7 @@ class Server:
         self.model = folder
         self.verdicts = log.with_name("verdicts.jsonl")
         self.verdicts.touch()
-        settings = dict(os.environ, VERDICTS=str(self.verdicts), PYTHONPATH=str(HERE))
+        settings = dict(os.environ, VERDICTS=str(self.verdicts), PYTHONPATH=str(ROOT))
         arguments = {
             "--model": folder,
             "--served-model-name": "tiny",
@@ -49,9 +50,9 @@ class Server:
             "--max-num-seqs": 8,
             "--block-size": 32,
             "--kv-cache-memory-bytes": 64 << 20,
-            "--worker-cls": "sleepy_worker.SleepyWorker",
-            "--worker-extension-cls": "sleepy_worker.Extension",
-            "--middleware": "served_guard.ReplicaGuard",
+            "--worker-cls": "tests.vllm.sleepy_worker.SleepyWorker",
+            "--worker-extension-cls": "tests.vllm.sleepy_worker.Extension",
+            "--middleware": "tests.vllm.served_guard.ReplicaGuard",
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--enforce-eager", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]

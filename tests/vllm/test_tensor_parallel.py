@@ -5,15 +5,16 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
-from conftest import PROMPT, Models
-from cycle import Fences
-from sender import Sender
-from test_async_llm import ask, say
 
 from phasesync.core.model import Version
 from phasesync.engines.base import KV_CACHE, WEIGHTS
 from phasesync.engines.vllm import Rpc, VllmEngine
 from phasesync.errors import EngineError, EngineRefused
+
+from .conftest import PROMPT, Models
+from .cycle import Fences
+from .sender import Sender
+from .test_async_llm import ask, say
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
