@@ -1,43 +1,18 @@
 """Fences over any `torch.distributed.Store`, with or without a process group.
 
-The steps of `core.fence_steps` decide; this file performs them, each on a connection and a
-thread of its own. Three facts of the stores must survive edits: a blocked call holds its
-connection, so whoever breaks a fence needs another one; a frozen store ignores its own
-time-outs, so every wait has an outer guard on the event loop; and the default executor is
-never used, because leaving a loop joins its threads.
+The steps of `core.fence_steps` decide, and `fences.lines` performs them. What must survive edits
+here: every wait has an outer guard on the event loop, because a frozen store keeps no time.
 """
 
 import asyncio
 import os
 import secrets
-import socket
-import threading
-import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from phasesync.core.fence import Lost, cancelled
-from phasesync.core.fence_keys import (
-    Add,
-    Append,
-    CompareSet,
-    Delete,
-    Get,
-    Process,
-    Put,
-    Read,
-    Space,
-    Steps,
-    Tell,
-    Verdict,
-    Wait,
-    writer,
-)
+from phasesync.core.fence_keys import Process, Space, Verdict, writer
 from phasesync.core.fence_loss import (
     announcing,
     leaving,
@@ -71,6 +46,7 @@ from phasesync.core.model import (
     RootCause,
 )
 from phasesync.errors import FenceBroken, PlanError, StaleArrival, StoreLost
+from phasesync.fences.lines import GRACE_S, Lines, nothing, settle
 from phasesync.fences.neighbours import Neighbours, host_id, started_at
 
 if TYPE_CHECKING:
@@ -78,14 +54,8 @@ if TYPE_CHECKING:
 
 __all__ = ("GRACE_S", "StoreFences", "StoreObserver", "default_store")
 
-GRACE_S = 1.0  # After a deadline the store has so long to take the verdict; then it is lost.
-ANSWER_S = 5.0  # What is no wait is answered within this, or the store is lost.
 HEARTBEAT_S = 0.5  # How often to look for neighbours, until all have come.
 CONNECT_S = 60.0  # A connection may hang in a name service for many seconds.
-SOCKET_WAIT_S = 3600.0  # One blocking wait on a socket, which `close` can end.
-POLLED_WAIT_S = 1.0  # One blocking wait on a store without a socket, which it cannot.
-READ_S = 1.0  # What is there is read within this.
-INTERNET = (socket.AF_INET, socket.AF_INET6)
 LINES_AT_START = 2  # One to wait, one to break what is waited for.
 
 
@@ -106,322 +76,6 @@ def default_store() -> "Store":
     return distributed_c10d._get_default_store()
 
 
-# --- Performing operations ------------------------------------------------------------------
-
-
-class _Stopped(Exception):
-    """The line was told to stop while it waited."""
-
-
-class _Client:
-    """One connection to the store. Where the store has sockets, it knows its own, to cut it."""
-
-    _opening = threading.Lock()
-
-    def __init__(self, store: "Store") -> None:
-        self.stopping = False
-        base = _base_of(store)
-        self._port = getattr(base, "port", None)
-        # TCPStore's older server does not wake who waits for a key when it is compared and set.
-        self._sleeps_through_compare_set = not getattr(base, "libuvBackend", True)
-        with self._opening:
-            before = _sockets_to(self._port)
-            self._store: Any = store.clone() if hasattr(store, "clone") else store
-            after = _sockets_to(self._port)
-        self._sockets = [end for name, end in after.items() if name not in before]
-        for end in (*before.values(), *(end for name, end in after.items() if name in before)):
-            end.close()
-        self._wait_s = SOCKET_WAIT_S if self._sockets else POLLED_WAIT_S
-        self._limit(SOCKET_WAIT_S)
-
-    def _limit(self, within_s: float) -> None:
-        """Bound `get`, where the connection is ours alone."""
-        if self._sockets:
-            self._store.set_timeout(timedelta(seconds=within_s))
-
-    def perform(self, operation: Any) -> Any:
-        return _PERFORM[type(operation)](self, operation)
-
-    def append(self, operation: Append) -> None:
-        self._store.append(operation.key, operation.value)
-
-    def add(self, operation: Add) -> int:
-        count: int = self._store.add(operation.key, operation.amount)
-        return count
-
-    def put(self, operation: Put) -> None:
-        self._store.set(operation.key, operation.value)
-
-    def get(self, operation: Get) -> bytes:
-        """One round trip, where the store's own `get` takes two: to wait, and to get."""
-        value: bytes = self._store.compare_set(operation.key, "", "")
-        return value
-
-    def _value(self, key: str) -> bytes:
-        value: bytes = self._store.get(key)
-        return value
-
-    def read(self, operation: Read) -> bytes | None:
-        if not self._store.check([operation.key]):
-            return None
-        # It may be removed just now, and `get` would wait for it to come back.
-        self._limit(READ_S)
-        try:
-            return self._value(operation.key)
-        except RuntimeError:
-            if self._store.check([operation.key]):
-                raise
-            return None
-        finally:
-            self._limit(SOCKET_WAIT_S)
-
-    def compare_set(self, operation: CompareSet) -> bytes:
-        winner: bytes = self._store.compare_set(operation.key, "", operation.value)
-        if self._sleeps_through_compare_set and winner == operation.value:
-            self._store.set(operation.key, winner)
-        return winner
-
-    def delete(self, operation: Delete) -> None:
-        self._store.delete_key(operation.key)
-
-    def wait(self, operation: Wait) -> bytes:
-        """Block until the key is there. A time-out of the store is no news; a dead store is."""
-        while not self.stopping:
-            since = time.monotonic()
-            try:
-                if not self._sockets:
-                    self._store.wait([operation.key], timedelta(seconds=self._wait_s))
-                return self._value(operation.key)
-            except RuntimeError:
-                if time.monotonic() - since < self._wait_s / 2 and not self.stopping:
-                    raise
-                self._store.check([operation.key])
-        raise _Stopped
-
-    def cut(self) -> None:
-        """Make a blocked call return, frozen store or not."""
-        self.stopping = True
-        for end in self._sockets:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        for end in self._sockets:
-            end.close()
-        self._sockets = []
-        del self._store
-
-
-_PERFORM: Mapping[type, Callable[[_Client, Any], Any]] = {
-    Append: _Client.append,
-    Add: _Client.add,
-    Put: _Client.put,
-    Get: _Client.get,
-    Read: _Client.read,
-    Wait: _Client.wait,
-    CompareSet: _Client.compare_set,
-    Delete: _Client.delete,
-}
-
-
-def _base_of(store: Any) -> Any:
-    while (inner := getattr(store, "underlying_store", None)) is not None:
-        store = inner
-    return store
-
-
-def _sockets_to(port: int | None) -> dict[Any, socket.socket]:
-    """Handles on this process's sockets to `port`, by the address of their own end.
-
-    A store's client does not show its socket, and has no call that ends a blocked one.
-    """
-    found: dict[Any, socket.socket] = {}
-    fds = Path("/proc/self/fd")
-    if port is None or not fds.is_dir():
-        return found
-    for entry in list(fds.iterdir()):
-        with suppress(OSError):  # It is closed by now, or not connected.
-            if not str(entry.readlink()).startswith("socket:"):
-                continue
-            end = socket.socket(fileno=os.dup(int(entry.name)))
-            if _goes_to(end, port) and end.getsockname() not in found:
-                found[end.getsockname()] = end
-            else:
-                end.close()
-    return found
-
-
-def _goes_to(end: socket.socket, port: int) -> bool:
-    try:
-        return end.family in INTERNET and end.getpeername()[1] == port
-    except OSError:
-        return False
-
-
-# --- Lines: a connection and a thread each --------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    """Steps to perform, and the future that waits for what comes of them."""
-
-    steps: Steps
-    future: "asyncio.Future[Any]"
-
-
-class _Line:
-    """One connection and its daemon thread, which is never joined.
-
-    The thread performs one job at a time. It hands what came of it to the loop, and itself back to
-    `lines`, in one call: each call wakes the loop.
-    """
-
-    def __init__(self, store: "Store", lines: "_Lines", name: str) -> None:
-        self._store = store
-        self._lines = lines
-        self._loop = asyncio.get_running_loop()
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._client: _Client | None = None
-        self._stopping = False
-        self.ended = asyncio.Event()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def give(self, job: _Job) -> None:
-        self._jobs.put(job)
-
-    def stop(self) -> None:
-        """End the thread, cutting what it is blocked in."""
-        self._stopping = True
-        self._jobs.put(None)
-        if self._client is not None:
-            self._client.cut()
-
-    def _run(self) -> None:
-        try:
-            while (job := self._jobs.get()) is not None:
-                result, error = self._perform(job)
-                self._call(self._lines.done, self, job.future, result, error)
-        finally:
-            if self._client is not None:
-                self._client.close()
-            self._call(self.ended.set)
-
-    def _perform(self, job: _Job) -> tuple[Any, StoreLost | None]:
-        try:
-            if self._client is None:
-                self._client = _Client(self._store)
-                self._client.stopping = self._stopping
-            return self._walk(self._client, job), None
-        except _Stopped:
-            return None, StoreLost("the transport was closed while it waited")
-        except Exception as error:
-            why = "the transport was closed" if self._stopping else "the store does not answer"
-            lost = StoreLost(f"{why}: {type(error).__name__}: {error}")
-            lost.__cause__ = error
-            return None, lost
-
-    def _walk(self, client: _Client, job: _Job) -> Any:
-        perform, steps = client.perform, job.steps
-        try:
-            operation = next(steps)
-            while True:
-                if type(operation) is Tell:
-                    self._call(_settle, job.future, operation.result, None)
-                    operation = next(steps)
-                else:
-                    operation = steps.send(perform(operation))
-        except StopIteration as end:
-            return end.value
-
-    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        # A loop that is closed has nobody left who waits.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-
-def _settle(future: "asyncio.Future[Any]", result: Any, error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-
-
-class _Lines:
-    """The lines of one endpoint; most of the time two are enough."""
-
-    def __init__(self, store: "Store", name: str) -> None:
-        self._store = store
-        self._name = name
-        self._idle: list[_Line] = []
-        self._all: list[_Line] = []
-        self.lost: StoreLost | None = None
-
-    def submit(self, steps: Steps, *, waits: bool = False) -> "asyncio.Future[Any]":
-        """Perform steps on a free line; the future also fails if the store is lost.
-
-        Steps that wait for others take their line away for long; then a spare one is opened ahead,
-        because to connect may take seconds, and whoever breaks a fence has none to lose.
-        """
-        future = asyncio.get_running_loop().create_future()
-        if self.lost is not None:
-            future.set_exception(self.lost)
-            return future
-        line = self._idle.pop() if self._idle else self._open()
-        line.give(_Job(steps, future))
-        if waits and not self._idle:
-            ready = asyncio.get_running_loop().create_future()
-            ready.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._open().give(_Job(_nothing(), ready))
-        return future
-
-    def done(
-        self, line: _Line, future: "asyncio.Future[Any]", result: Any, error: StoreLost | None
-    ) -> None:
-        """A line has finished a job."""
-        self._idle.append(line)
-        _settle(future, result, error)
-        if error is not None and self.lost is None:
-            self.abandon(str(error))
-
-    async def ask(self, steps: Steps, within_s: float = ANSWER_S) -> Any:
-        """What comes of steps that do not wait for anybody.
-
-        Raises:
-            StoreLost: there was no answer within the time.
-        """
-        try:
-            async with asyncio.timeout(within_s):
-                return await self.submit(steps)
-        except TimeoutError:
-            raise self.abandon(f"the store did not answer within {within_s:g} s") from None
-
-    def abandon(self, why: str, key: FenceKey | None = None) -> StoreLost:
-        """Give the store up, for good: what it decided since cannot be known."""
-        if self.lost is None:
-            self.lost = StoreLost(why, key)
-        for line in self._all:
-            line.stop()
-        return self.lost
-
-    async def close(self) -> None:
-        """Stop all threads, and wait a moment for them; none is joined."""
-        if self.lost is None:
-            self.lost = StoreLost("the transport was closed")
-        for line in self._all:
-            line.stop()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(POLLED_WAIT_S + GRACE_S):
-                for line in self._all:
-                    await line.ended.wait()
-
-    def _open(self) -> _Line:
-        line = _Line(self._store, self, f"{self._name}.{len(self._all)}")
-        self._all.append(line)
-        return line
-
-
 # --- One rank's endpoint --------------------------------------------------------------------
 
 
@@ -437,12 +91,12 @@ class _Slot:
         self.verdict = verdict
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
-            _settle(waiter, verdict, None)
+            settle(waiter, verdict, None)
 
     def fail(self, error: Exception) -> None:
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
-            _settle(waiter, None, error)
+            settle(waiter, None, error)
 
     async def heard(self) -> Verdict | None:
         """The verdict; None if it was tidied up before this rank looked."""
@@ -493,11 +147,11 @@ class _Deadline:
             return
         self._slot.settle(expiry.result())
         if expiry.result() is None:
-            _settle(self.job, NOT_JUDGED, None)
+            settle(self.job, NOT_JUDGED, None)
 
     def _give_up(self) -> None:
         error = self._fences.give_up(self._call)
-        _settle(self.job, None, error)
+        settle(self.job, None, error)
         self._slot.fail(error)
 
 
@@ -526,7 +180,7 @@ class StoreFences:
         self._me = writer(rank, incarnation)
         self._run = (run, attempt)
         self._space = Space.of(run, attempt, token=token)
-        self._lines = _Lines(store, f"phasesync.{run}.{rank}")
+        self._lines = Lines(store, f"phasesync.{run}.{rank}")
         self._slots: dict[FenceKey, _Slot] = {}
         self._scopes: dict[str, _Scope] = {}
         self._host = host_id() if watch_neighbours else ""
@@ -544,7 +198,7 @@ class StoreFences:
         nonce = secrets.token_hex(8)
         steps = connecting(self._space, self.rank, self._incarnation, nonce=nonce)
         first = self._lines.ask(steps, CONNECT_S)
-        others = [self._lines.ask(_nothing(), CONNECT_S) for _ in range(LINES_AT_START - 1)]
+        others = [self._lines.ask(nothing(), CONNECT_S) for _ in range(LINES_AT_START - 1)]
         self.boot, *_ = await asyncio.gather(first, *others)
         started = started_at(os.getpid())
         if self._host and started is not None:
@@ -594,7 +248,7 @@ class StoreFences:
 
     async def hop(self) -> None:
         """To a line and back without touching the store: what the threads alone cost."""
-        await self._lines.submit(_nothing())
+        await self._lines.submit(nothing())
 
     async def close(self) -> None:
         if self._look is not None:
@@ -751,10 +405,10 @@ class StoreObserver:
 
     def __init__(self, store: "Store", *, run: str, attempt: int = 0, token: str = "") -> None:
         self._space = Space.of(run, attempt, token=token)
-        self._lines = _Lines(store, f"phasesync.{run}.observer")
+        self._lines = Lines(store, f"phasesync.{run}.observer")
 
     async def connect(self) -> None:
-        await self._lines.ask(_nothing(), CONNECT_S)
+        await self._lines.ask(nothing(), CONNECT_S)
 
     async def report_lost(self, cause: RootCause, *, incarnation: int) -> None:
         """As `FenceTransport.report_lost`."""
@@ -768,15 +422,9 @@ class StoreObserver:
         await self._lines.close()
 
 
-async def _report(lines: _Lines, space: Space, cause: RootCause, incarnation: int) -> None:
+async def _report(lines: Lines, space: Space, cause: RootCause, incarnation: int) -> None:
     for rank in cause.ranks:
         await lines.ask(reporting(space, Lost(rank=rank, incarnation=incarnation, cause=cause)))
-
-
-def _nothing() -> Steps:
-    """No operation: opening the connection is all."""
-    return
-    yield
 
 
 def _scope_ends(scope: _Scope) -> tuple[int, int]:

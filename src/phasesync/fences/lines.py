@@ -1,0 +1,367 @@
+"""Lines to a store: a connection and a thread each, on which steps are performed.
+
+Three facts of the stores must survive edits: a blocked call holds its connection, so whoever
+breaks a fence needs another one; a frozen store ignores its own time-outs, so a line can be cut
+from outside; and the default executor is never used, because leaving a loop joins its
+threads. No thread is ever joined.
+"""
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from phasesync.core.fence_keys import (
+    Add,
+    Append,
+    CompareSet,
+    Delete,
+    Get,
+    Put,
+    Read,
+    Steps,
+    Tell,
+    Wait,
+)
+from phasesync.core.model import FenceKey
+from phasesync.errors import StoreLost
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+__all__ = ("ANSWER_S", "GRACE_S", "Lines", "nothing", "settle")
+
+GRACE_S = 1.0  # After a deadline the store has so long to take the verdict; then it is lost.
+ANSWER_S = 5.0  # What is no wait is answered within this, or the store is lost.
+SOCKET_WAIT_S = 3600.0  # One blocking wait on a socket, which `close` can end.
+POLLED_WAIT_S = 1.0  # One blocking wait on a store without a socket, which it cannot.
+READ_S = 1.0  # What is there is read within this.
+INTERNET = (socket.AF_INET, socket.AF_INET6)
+
+
+class _Stopped(Exception):
+    """The line was told to stop while it waited."""
+
+
+class _Client:
+    """One connection to the store. Where the store has sockets, it knows its own, to cut it."""
+
+    _opening = threading.Lock()
+
+    def __init__(self, store: "Store") -> None:
+        self.stopping = False
+        base = _base_of(store)
+        self._port = getattr(base, "port", None)
+        # TCPStore's older server does not wake who waits for a key when it is compared and set.
+        self._sleeps_through_compare_set = not getattr(base, "libuvBackend", True)
+        with self._opening:
+            before = _sockets_to(self._port)
+            self._store: Any = store.clone() if hasattr(store, "clone") else store
+            after = _sockets_to(self._port)
+        self._sockets = [end for name, end in after.items() if name not in before]
+        for end in (*before.values(), *(end for name, end in after.items() if name in before)):
+            end.close()
+        self._wait_s = SOCKET_WAIT_S if self._sockets else POLLED_WAIT_S
+        self._limit(SOCKET_WAIT_S)
+
+    def _limit(self, within_s: float) -> None:
+        """Bound `get`, where the connection is ours alone."""
+        if self._sockets:
+            self._store.set_timeout(timedelta(seconds=within_s))
+
+    def perform(self, operation: Any) -> Any:
+        return _PERFORM[type(operation)](self, operation)
+
+    def append(self, operation: Append) -> None:
+        self._store.append(operation.key, operation.value)
+
+    def add(self, operation: Add) -> int:
+        count: int = self._store.add(operation.key, operation.amount)
+        return count
+
+    def put(self, operation: Put) -> None:
+        self._store.set(operation.key, operation.value)
+
+    def get(self, operation: Get) -> bytes:
+        """One round trip, where the store's own `get` takes two: to wait, and to get."""
+        value: bytes = self._store.compare_set(operation.key, "", "")
+        return value
+
+    def _value(self, key: str) -> bytes:
+        value: bytes = self._store.get(key)
+        return value
+
+    def read(self, operation: Read) -> bytes | None:
+        if not self._store.check([operation.key]):
+            return None
+        # It may be removed just now, and `get` would wait for it to come back.
+        self._limit(READ_S)
+        try:
+            return self._value(operation.key)
+        except RuntimeError:
+            if self._store.check([operation.key]):
+                raise
+            return None
+        finally:
+            self._limit(SOCKET_WAIT_S)
+
+    def compare_set(self, operation: CompareSet) -> bytes:
+        winner: bytes = self._store.compare_set(operation.key, "", operation.value)
+        if self._sleeps_through_compare_set and winner == operation.value:
+            self._store.set(operation.key, winner)
+        return winner
+
+    def delete(self, operation: Delete) -> None:
+        self._store.delete_key(operation.key)
+
+    def wait(self, operation: Wait) -> bytes:
+        """Block until the key is there. A time-out of the store is no news; a dead store is."""
+        while not self.stopping:
+            since = time.monotonic()
+            try:
+                if not self._sockets:
+                    self._store.wait([operation.key], timedelta(seconds=self._wait_s))
+                return self._value(operation.key)
+            except RuntimeError:
+                if time.monotonic() - since < self._wait_s / 2 and not self.stopping:
+                    raise
+                self._store.check([operation.key])
+        raise _Stopped
+
+    def cut(self) -> None:
+        """Make a blocked call return, frozen store or not."""
+        self.stopping = True
+        for end in self._sockets:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for end in self._sockets:
+            end.close()
+        self._sockets = []
+        del self._store
+
+
+_PERFORM: Mapping[type, Callable[[_Client, Any], Any]] = {
+    Append: _Client.append,
+    Add: _Client.add,
+    Put: _Client.put,
+    Get: _Client.get,
+    Read: _Client.read,
+    Wait: _Client.wait,
+    CompareSet: _Client.compare_set,
+    Delete: _Client.delete,
+}
+
+
+def _base_of(store: Any) -> Any:
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store
+
+
+def _sockets_to(port: int | None) -> dict[Any, socket.socket]:
+    """Handles on this process's sockets to `port`, by the address of their own end.
+
+    A store's client does not show its socket, and has no call that ends a blocked one.
+    """
+    found: dict[Any, socket.socket] = {}
+    fds = Path("/proc/self/fd")
+    if port is None or not fds.is_dir():
+        return found
+    for entry in list(fds.iterdir()):
+        with suppress(OSError):  # It is closed by now, or not connected.
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            end = socket.socket(fileno=os.dup(int(entry.name)))
+            if _goes_to(end, port) and end.getsockname() not in found:
+                found[end.getsockname()] = end
+            else:
+                end.close()
+    return found
+
+
+def _goes_to(end: socket.socket, port: int) -> bool:
+    try:
+        return end.family in INTERNET and end.getpeername()[1] == port
+    except OSError:
+        return False
+
+
+# --- Lines: a connection and a thread each --------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """Steps to perform, and the future that waits for what comes of them."""
+
+    steps: Steps
+    future: "asyncio.Future[Any]"
+
+
+class _Line:
+    """One connection and its daemon thread, which is never joined.
+
+    The thread performs one job at a time. It hands what came of it to the loop, and itself back to
+    `lines`, in one call: each call wakes the loop.
+    """
+
+    def __init__(self, store: "Store", lines: "Lines", name: str) -> None:
+        self._store = store
+        self._lines = lines
+        self._loop = asyncio.get_running_loop()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._client: _Client | None = None
+        self._stopping = False
+        self.ended = asyncio.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def give(self, job: _Job) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """End the thread, cutting what it is blocked in."""
+        self._stopping = True
+        self._jobs.put(None)
+        if self._client is not None:
+            self._client.cut()
+
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                result, error = self._perform(job)
+                self._call(self._lines.done, self, job.future, result, error)
+        finally:
+            if self._client is not None:
+                self._client.close()
+            self._call(self.ended.set)
+
+    def _perform(self, job: _Job) -> tuple[Any, StoreLost | None]:
+        try:
+            if self._client is None:
+                self._client = _Client(self._store)
+                self._client.stopping = self._stopping
+            return self._walk(self._client, job), None
+        except _Stopped:
+            return None, StoreLost("the transport was closed while it waited")
+        except Exception as error:
+            why = "the transport was closed" if self._stopping else "the store does not answer"
+            lost = StoreLost(f"{why}: {type(error).__name__}: {error}")
+            lost.__cause__ = error
+            return None, lost
+
+    def _walk(self, client: _Client, job: _Job) -> Any:
+        perform, steps = client.perform, job.steps
+        try:
+            operation = next(steps)
+            while True:
+                if type(operation) is Tell:
+                    self._call(settle, job.future, operation.result, None)
+                    operation = next(steps)
+                else:
+                    operation = steps.send(perform(operation))
+        except StopIteration as end:
+            return end.value
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        # A loop that is closed has nobody left who waits.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def settle(future: "asyncio.Future[Any]", result: Any, error: Exception | None) -> None:
+    """Give a future its result or error, unless it has one or nobody waits any more."""
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+class Lines:
+    """The lines of one endpoint; most of the time two are enough."""
+
+    def __init__(self, store: "Store", name: str) -> None:
+        self._store = store
+        self._name = name
+        self._idle: list[_Line] = []
+        self._all: list[_Line] = []
+        self.lost: StoreLost | None = None
+
+    def submit(self, steps: Steps, *, waits: bool = False) -> "asyncio.Future[Any]":
+        """Perform steps on a free line; the future also fails if the store is lost.
+
+        Steps that wait for others take their line away for long; then a spare one is opened ahead,
+        because to connect may take seconds, and whoever breaks a fence has none to lose.
+        """
+        future = asyncio.get_running_loop().create_future()
+        if self.lost is not None:
+            future.set_exception(self.lost)
+            return future
+        line = self._idle.pop() if self._idle else self._open()
+        line.give(_Job(steps, future))
+        if waits and not self._idle:
+            ready = asyncio.get_running_loop().create_future()
+            ready.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._open().give(_Job(nothing(), ready))
+        return future
+
+    def done(
+        self, line: _Line, future: "asyncio.Future[Any]", result: Any, error: StoreLost | None
+    ) -> None:
+        """A line has finished a job."""
+        self._idle.append(line)
+        settle(future, result, error)
+        if error is not None and self.lost is None:
+            self.abandon(str(error))
+
+    async def ask(self, steps: Steps, within_s: float = ANSWER_S) -> Any:
+        """What comes of steps that do not wait for anybody.
+
+        Raises:
+            StoreLost: there was no answer within the time.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                return await self.submit(steps)
+        except TimeoutError:
+            raise self.abandon(f"the store did not answer within {within_s:g} s") from None
+
+    def abandon(self, why: str, key: FenceKey | None = None) -> StoreLost:
+        """Give the store up, for good: what it decided since cannot be known."""
+        if self.lost is None:
+            self.lost = StoreLost(why, key)
+        for line in self._all:
+            line.stop()
+        return self.lost
+
+    async def close(self) -> None:
+        """Stop all threads, and wait a moment for them; none is joined."""
+        if self.lost is None:
+            self.lost = StoreLost("the transport was closed")
+        for line in self._all:
+            line.stop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(POLLED_WAIT_S + GRACE_S):
+                for line in self._all:
+                    await line.ended.wait()
+
+    def _open(self) -> _Line:
+        line = _Line(self._store, self, f"{self._name}.{len(self._all)}")
+        self._all.append(line)
+        return line
+
+
+def nothing() -> Steps:
+    """No operation: opening the connection is all."""
+    return
+    yield
