@@ -4,12 +4,15 @@ The list order of a trace is the true order. A journal has none; its events come
 into an order that its tickets allow.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from phasesync.audit.vocabulary import Meaning, meaning, role_kind
+
+_LAST_NUMBER: Final = re.compile(r"(\d{1,15})(?!.*\d)")
 
 __all__ = (
     "EMPTY",
@@ -19,6 +22,7 @@ __all__ = (
     "Name",
     "number",
     "text_of",
+    "version_number",
 )
 
 Name: TypeAlias = int | str
@@ -88,6 +92,14 @@ def number(value: object) -> float | None:
     if isinstance(value, int | float):
         return float(value) if abs(value) < 1e18 else None
     return None
+
+
+def version_number(value: object) -> float | None:
+    """A version as something that can be compared: a number, or the last one in a label."""
+    if isinstance(value, str):
+        found = _LAST_NUMBER.search(value[:200])
+        return float(found[1]) if found is not None else None
+    return number(value)
 
 
 def text_of(value: object, most: int = 200) -> str:

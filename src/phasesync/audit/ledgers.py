@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from phasesync.audit.events import Event, Header, Name, number
+from phasesync.audit.events import Event, Header, Name, number, version_number
 from phasesync.audit.vocabulary import KV, WEIGHTS, tag_name
 
 __all__ = ("ALL", "Content", "Devices", "TagState", "Tags", "tags_of")
@@ -288,7 +288,7 @@ class Tags:
             for tag in tags:
                 self.acquired.setdefault(tag, {})[rank] = event
             content = state.content
-            version = number(event.attrs.get("version"))
+            version = version_number(event.attrs.get("version"))
             if version is not None:
                 content.version = version
             if version is not None or event.attrs.get("source") is not None:
@@ -301,7 +301,7 @@ class Tags:
         if part.lower() not in ("adapter", "lora", "delta", "peft"):
             state.content.lost = state.content.never = None
             self.written[event.rank] = event
-        version = number(said.get("version"))
+        version = version_number(said.get("version"))
         content = state.content
         if version is not None:
             content.version = version

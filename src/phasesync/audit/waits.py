@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from phasesync.audit.events import Event, Name, number
+from phasesync.audit.events import Event, Name, version_number
 from phasesync.audit.facts import WAITING, Facts, group_of, instance_of, is_timeout, ranks_in
 
 __all__ = ("Meet", "Wait", "Waits", "strongly_connected")
@@ -182,7 +182,7 @@ def unrecovered(failed: Event | None, facts: Facts) -> Event | None:
 
 
 def version_of(event: Event) -> float | None:
-    return number(event.attrs.get("version"))
+    return version_number(event.attrs.get("version"))
 
 
 def strongly_connected(edges: dict[Name, set[Name]]) -> list[list[Name]]:

@@ -393,7 +393,7 @@ class FencePost:
             ]
             if peer_failed or (outcome == "good" and not hurt):
                 continue
-            if outcome == "open" and not hurt and not facts.waiting():
+            if outcome == "open" and not hurt and not facts.waiting() and opened is None:
                 continue
             seen.add(event.at)
             found.append(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from phasesync.audit.answer import SUSPECTED, Finding
-from phasesync.audit.events import Event, Name, number
+from phasesync.audit.events import Event, Name, number, version_number
 from phasesync.audit.facts import Facts, Open
 from phasesync.audit.vocabulary import is_bad_output
 
@@ -40,7 +40,7 @@ class Versions:
         self._found: list[Finding] = []
 
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
-        version = number(event.attrs.get("version"))
+        version = version_number(event.attrs.get("version"))
         match event.action:
             case "serve":
                 if event.kind == "start" or (event.kind == "progress" and version is not None):
@@ -68,7 +68,7 @@ class Versions:
         content = state.content if state else None
         if version is None and content is not None:
             version = content.version
-        kv = number(event.attrs.get("kv_version"))
+        kv = version_number(event.attrs.get("kv_version"))
         if kv is not None and version is not None and kv < version:
             self._found.append(
                 Finding.on(
@@ -127,7 +127,7 @@ class Versions:
 
 
 def _version(start: Open | None) -> float | None:
-    return number(start.event.attrs.get("version")) if start is not None else None
+    return version_number(start.event.attrs.get("version")) if start is not None else None
 
 
 class Monotone:
@@ -150,7 +150,7 @@ class Monotone:
             return
         if event.action == "write" and (event.kind == "start" or "source" in event.attrs):
             return  # A reload from somewhere else publishes nothing; R-VERSION sees what it serves.
-        version = number(event.attrs.get("version"))
+        version = version_number(event.attrs.get("version"))
         if version is None and event.kind == "end":
             version = _version(start)
         if version is None or len(self._found) >= _KEPT:
@@ -232,7 +232,7 @@ class Prerequisites:
                 if event.kind == "start":
                     self._payload(event, group)
                 elif event.kind == "end" and event.action in ("write", "receive"):
-                    version = number(event.attrs.get("version"))
+                    version = version_number(event.attrs.get("version"))
                     version = version if version is not None else _version(start)
                     if version is not None:
                         self._version[event.rank] = version
@@ -241,7 +241,7 @@ class Prerequisites:
 
     def _payload(self, event: Event, group: str | None) -> None:
         if len(self._sure) >= _KEPT or event.action == "serve":
-            version = number(event.attrs.get("version"))
+            version = version_number(event.attrs.get("version"))
             if version is not None:
                 self._version[event.rank] = version
             return
@@ -270,7 +270,7 @@ class Prerequisites:
                 )
             )
             return
-        base = number(event.attrs.get("base_version"))
+        base = version_number(event.attrs.get("base_version"))
         held = self._version.get(event.rank)
         if base is not None and held is not None and base != held and event.action != "send":
             why = f"its base is version {base:g}, and the rank holds {held:g}"

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from phasesync.audit.answer import BROKEN, FAILED, MISSING, SUSPECTED, Finding
-from phasesync.audit.events import Event, Name, number
+from phasesync.audit.events import Event, Name, version_number
 from phasesync.audit.facts import WAITING, Facts, Open, RankFacts, group_of, is_timeout, ranks_in
 from phasesync.audit.waits import Meet, Wait, Waits, strongly_connected, unrecovered, version_of
 
@@ -81,6 +81,22 @@ class Hangs:
             and len(self._swallowed) < _KEPT
         ):
             self._swallowed.append((failed, event, "went on to"))
+        elif event.action == "publish" and facts.failures:
+            self._published(event, facts)
+
+    def _published(self, event: Event, facts: Facts) -> None:
+        """A version is announced although a rank failed to take it in this epoch."""
+        for failure in facts.failures[-8:]:
+            if (
+                failure.rank != event.rank
+                and failure.epoch == event.epoch
+                and failure.kind == "fail"
+                and failure.action in ("write", "receive", "load_model", "finish")
+                and unrecovered(failure, facts) is not None
+                and len(self._swallowed) < _KEPT
+            ):
+                self._swallowed.append((failure, event, "went on to"))
+                return
 
     def _ended(self, event: Event, start: Open | None, facts: Facts) -> None:
         if event.action == "lock":
@@ -840,7 +856,10 @@ def _skipper(one: Event, other: Event, facts: Facts) -> tuple[Name, ...]:
             gaps.append(event.rank)
     if len(gaps) == 1:
         return (gaps[0],)
-    versions = (number(one.attrs.get("version")), number(other.attrs.get("version")))
+    versions = (
+        version_number(one.attrs.get("version")),
+        version_number(other.attrs.get("version")),
+    )
     if None not in versions:
         return (other.rank,)
     return ()
