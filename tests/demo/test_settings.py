@@ -12,7 +12,7 @@ from phasesync.demo.variant import text_of, without_wait
 from phasesync.spec import load, loads
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"backend": "mpi"}, "the demo has no backend 'mpi'; it has: inprocess, torch"),
+    ({"backend": "mpi"}, "the demo has no backend 'mpi'; it has: inprocess, ray, torch"),
     ({"protocol": "nosuch"}, "the demo has no protocol 'nosuch'; it has: basic, colocated"),
     ({"ranks": 3}, "3 trainer ranks do not make whole replicas of 2"),
     ({"ranks": 0}, "ranks is 0; the demo takes 1 to 16"),

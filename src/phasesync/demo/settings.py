@@ -33,6 +33,7 @@ __all__ = (
 #: Where each backend lives: it is imported when chosen, because torch takes seconds.
 BACKENDS = {
     "inprocess": "phasesync.demo.inprocess",
+    "ray": "phasesync.demo.ray",
     "torch": "phasesync.demo.processes",
 }
 RANKS_MAX = 16
@@ -194,10 +195,12 @@ def backend_of(name: str) -> Backend:
     """The `play` of a backend; torch itself is imported when it plays.
 
     Raises:
-        PlanError: torch is not installed.
+        PlanError: torch is not installed, or not Ray where it is asked for.
     """
     if find_spec("torch") is None:
         raise PlanError("the demo trains a real model; it needs: pip install 'phasesync[torch]'")
+    if name == "ray" and find_spec("ray") is None:
+        raise PlanError("--backend ray needs: pip install 'phasesync[ray]'")
     play: Backend = import_module(BACKENDS[name]).play
     return play
 

@@ -52,6 +52,7 @@ class Driver:
     lost ranks by `report_lost`. The rest is as for a `RankRunner`.
 
     Raises:
+        ProtocolError: lint refuses the protocol.
         PlanError: the arguments do not make a plan, or a phase has no action.
     """
 
@@ -71,6 +72,7 @@ class Driver:
         runs: Path | str | None = None,
         fsync: str = "none",
         plan_deadline_s: float = 600.0,
+        unchecked: bool = False,
         watch: "Watch | None" = None,
         wall: Callable[[], float] = time.time,
         mono_ns: Callable[[], int] = time.monotonic_ns,
@@ -97,6 +99,7 @@ class Driver:
                 runs=runs,
                 fsync=fsync,
                 plan_deadline_s=plan_deadline_s,
+                unchecked=unchecked,
                 wall=wall,
                 mono_ns=mono_ns,
             )
