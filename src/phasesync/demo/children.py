@@ -72,7 +72,7 @@ def _received(launcher: Connection) -> Lost | None:
     """The next loss; None once the launcher has no more to say."""
     try:
         lost: Lost | None = launcher.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         return None
     return lost
 

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 import time
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -114,7 +114,9 @@ class _Launcher:
     # --------------------------------------------------------------------------- starting
 
     def _start_all(self) -> None:
-        # What is started here, the fork server included, must leave Ctrl-C to us.
+        # What is started here, the fork server included, must leave Ctrl-C to us. The resource
+        # tracker lets SIGINT in again when it starts, so it is first.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._start_children()
