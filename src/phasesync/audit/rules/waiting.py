@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from phasesync.audit.answer import BROKEN, FAILED, MISSING, SUSPECTED, Finding
-from phasesync.audit.events import Event, Name, version_number
+from phasesync.audit.events import Event, Name
 from phasesync.audit.facts import WAITING, Facts, Open, RankFacts, group_of, is_timeout, ranks_in
 from phasesync.audit.waits import Meet, Wait, Waits, strongly_connected, unrecovered, version_of
 
@@ -68,6 +68,9 @@ class Hangs:
             or ("target" in event.attrs or "targets" in event.attrs)
         ) and len(self._dispatched) < 4096:
             self._dispatched.append((event, None))
+        if event.action not in ("lock", "unlock"):
+            for each in facts.ranks[event.rank].opened("lock"):
+                self._held.setdefault((event.rank, _lock(each.event)), each.event)
         if event.action == "unlock":
             self._held.pop((event.rank, _lock(event)), None)
         elif event.action in ("open", "resume_gen"):
@@ -100,7 +103,10 @@ class Hangs:
 
     def _ended(self, event: Event, start: Open | None, facts: Facts) -> None:
         if event.action == "lock":
-            self._held[(event.rank, _lock(event))] = event
+            # Work between its start and its end shows that the lock was held, and is given back.
+            name = _lock(start.event if start is not None else event)
+            if self._held.pop((event.rank, name), None) is None:
+                self._held[(event.rank, name)] = event
         elif event.action in ("pause", "close"):
             self._held[(event.rank, "gate")] = event
         if event.attrs.get("terminal") is False:
@@ -629,10 +635,14 @@ class Hangs:
                 continue
             if any(wait.event.at in explained for wait in meet.waits) or not meet.absent:
                 continue
-            lazy = [rank for rank, state in meet.absent.items() if state == "idle"]
+            lazy = [
+                rank
+                for rank, state in meet.absent.items()
+                if state == "idle" or (state == "working" and _only_serves(facts.ranks[rank]))
+            ]
             kinds = {facts.header.kind(rank) for rank in meet.ranks}
             lazy = [rank for rank in lazy if facts.header.kind(rank) not in kinds]
-            if not lazy or any(state != "idle" for state in meet.absent.values()):
+            if not lazy or len(lazy) < len(meet.absent):
                 continue
             if len(facts.ranks) == len(meet.ranks):
                 continue
@@ -801,6 +811,11 @@ def _began_since(rank: RankFacts, sent: Event) -> bool:
     return any(each.event.phase == sent.phase for each in rank.open)
 
 
+def _only_serves(rank: RankFacts) -> bool:
+    """Whether a rank does nothing but answer requests, which is no part of any handshake."""
+    return all(each.event.action in ("serve", "life", "window") for each in rank.open)
+
+
 def _lock(event: Event) -> str:
     for name in ("lock", "name", "key", "resource", "holds"):
         value: Any = event.attrs.get(name)
@@ -856,10 +871,5 @@ def _skipper(one: Event, other: Event, facts: Facts) -> tuple[Name, ...]:
             gaps.append(event.rank)
     if len(gaps) == 1:
         return (gaps[0],)
-    versions = (
-        version_number(one.attrs.get("version")),
-        version_number(other.attrs.get("version")),
-    )
-    if None not in versions:
-        return (other.rank,)
-    return ()
+    named = version_of(one) is not None and version_of(other) is not None
+    return (other.rank,) if named else ()
