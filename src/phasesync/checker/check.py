@@ -53,6 +53,7 @@ class _Plain(NamedTuple):
     faults: Faults
     said: str
     epochs: int
+    extra: bool = False
 
 
 def faults_of(names: str | None, most: int = 1) -> tuple[Faults, str]:
@@ -133,6 +134,7 @@ class _Run:
         self.cases: list[Case] = []
         self.reached: set[tuple[Kind, str]] = set()
         self.plain: list[_Plain] = []
+        self.asked = dict(settle(protocol, pinned))
 
     # ------------------------------------------------------------------------------ bounds
 
@@ -181,7 +183,7 @@ class _Run:
             yield _Plain(2, two, FAULTS["hang"], "hang", epochs or 2)
         for options in self.assignments()[1:]:
             if (fitted := self._fit(options, 2)) != two:
-                yield _Plain(2, fitted, *asked, 1)
+                yield _Plain(2, fitted, *asked, 1, extra=True)
         yield _Plain(4, self._fit(base, 4), FAULTS["none"], "none", epochs or 2)
         yield _Plain(4, self._fit(base, 4), *asked, epochs or 1)
         yield _Plain(3, self._fit(base, 3), *asked, epochs or 1)
@@ -225,6 +227,7 @@ class _Run:
                 epochs=None,
                 asks=(SAFETY,),
                 verdict=verdict,
+                extra=dict(options) != self.asked,
             )
         )
 
@@ -244,6 +247,7 @@ class _Run:
                 asks=(SAFETY,),
                 verdict=verdict,
                 elapsed_s=self._since(before),
+                extra=options != self.asked,
             )
         )
 
@@ -301,6 +305,7 @@ class _Run:
             asks=(SAFETY, DEADLOCK, SOMETIMES) if deadlocks else (SAFETY,),
             verdict=verdict,
             elapsed_s=self._since(before),
+            extra=bool(plain.extra),
             plan=plan,
         )
 

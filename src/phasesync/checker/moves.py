@@ -146,7 +146,7 @@ class Moves:
         return found
 
     def _summary(self, block: BlockState) -> Summary:
-        rows = [self.tables.row(slot, unit) for slot, unit in enumerate(block[2:])]
+        rows = [rows[unit] for rows, unit in zip(self.tables.rows, block[2:], strict=True)]
         awaits, heeds, leads, arrived = 0, 0, 0, -1
         for row in rows:
             awaits |= row.facts.awaits_world
@@ -186,7 +186,7 @@ class Moves:
 
     def _first(self, block: BlockState, around: Around) -> tuple[Move, ...]:
         units = block[2:]
-        rows = [self.tables.row(slot, unit) for slot, unit in enumerate(units)]
+        rows = [rows[unit] for rows, unit in zip(self.tables.rows, units, strict=True)]
         for slot, row in enumerate(rows):
             if row.recovers and row.status in _LEFT:
                 # Its death now and its death just after leave the same behind.
@@ -214,7 +214,7 @@ class Moves:
 
     def _of(self, block: BlockState, around: Around) -> list[Move]:
         units = block[2:]
-        rows = [self.tables.row(slot, unit) for slot, unit in enumerate(units)]
+        rows = [rows[unit] for rows, unit in zip(self.tables.rows, units, strict=True)]
         draft = _Draft(self, block[0], block[1], units, rows, around)
         seen: set[tuple[int, int]] = set()
         for slot, row in enumerate(rows):
@@ -281,8 +281,8 @@ class _Draft:
             opened, broken, arrives, worse = self._on(slot, units, opened, broken, arrives)
             bad = bad or worse
         awaits = 0
-        for at, unit in enumerate(units):
-            awaits |= self.tables.row(at, unit).facts.awaits
+        for rows, unit in zip(self.tables.rows, units, strict=True):
+            awaits |= rows[unit].facts.awaits
         earlier = kind is Kind.BEGIN and self.moves.endless and self._all_later(units)
         opened, broken = opened & awaits, broken & awaits
         if earlier:

@@ -27,7 +27,8 @@ def word(verdict: Verdict) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One search: its bounds, and its verdict. `ranks` and `epochs` are None where any number is
-    meant; `plan` is what a counterexample replays on."""
+    meant; `plan` is what a counterexample replays on. An `extra` case is one under other options
+    than those asked for: what it finds broken counts, what it does not reach is only told."""
 
     ranks: int | None
     options: Assignment
@@ -36,6 +37,7 @@ class Case:
     asks: tuple[str, ...]
     verdict: Verdict
     elapsed_s: float | None = None
+    extra: bool = False
     plan: Plan | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> dict[str, object]:
@@ -48,6 +50,7 @@ class Case:
             "asks": list(self.asks),
             "verdict": word(self.verdict),
             "elapsed_s": self.elapsed_s,
+            "extra": self.extra,
         }
         match self.verdict:
             case Holds(states=states, transitions=transitions, depth=depth):
@@ -110,7 +113,11 @@ class Report:
     @property
     def verdict(self) -> Verdict:
         """The worst: violated before undecided before holds."""
-        verdicts = [case.verdict for case in self.cases]
+        verdicts = [
+            case.verdict
+            for case in self.cases
+            if not (case.extra and isinstance(case.verdict, Undecided))
+        ]
         for kind in (Violated, Undecided):
             found = next((each for each in verdicts if isinstance(each, kind)), None)
             if found is not None:
@@ -143,11 +150,13 @@ class Report:
         if broken is not None:
             return Summary(property=name, verdict="violated", reach=f"at N = {broken.ranks}")
         holding = [case for case in cases if isinstance(case.verdict, Holds)]
-        open_cases = [case for case in cases if isinstance(case.verdict, Undecided)]
+        open_cases = [c for c in cases if isinstance(c.verdict, Undecided) and not c.extra]
         verdict = "holds" if holding and not open_cases else "undecided"
         if any(case.ranks is None for case in holding):
-            proved = len([case for case in holding if case.ranks is None])
-            reach = f"any N, {proved} option assignment{'s' * (proved != 1)}"
+            asked = [case for case in cases if case.ranks is None]
+            proved = len([case for case in asked if isinstance(case.verdict, Holds)])
+            of = "" if proved == len(asked) else f"{proved} of "
+            reach = f"any N, {of}{len(asked)} option assignment{'s' * (len(asked) != 1)}"
         else:
             reach = f"up to N = {max((case.ranks or 0 for case in holding), default=0)}"
         return Summary(property=name, verdict=verdict, reach=reach)

@@ -67,7 +67,7 @@ class Space:
         self.kind = tuple(kinds.setdefault(shape(plan, b.slots), len(kinds)) for b in self.blocks)
         self.moves = tuple(
             Moves(
-                Tables(plan, self._first(number), faults, epochs, self.world),
+                Tables(plan, self._first(number), faults, epochs, self.world, blur=others.world),
                 faults,
                 epochs,
                 symmetry=symmetry,

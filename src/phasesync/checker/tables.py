@@ -7,10 +7,12 @@ open, and broken) and its units. Whether a rank has arrived at a shut fence is r
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from phasesync.checker.blocks import NOBODY, Block, Slot, siblings
 from phasesync.core.kernel import (
+    PARTIAL,
     Faults,
     Kind,
     Moment,
@@ -39,7 +41,7 @@ from phasesync.core.kernel import (
 from phasesync.core.model import Phase
 from phasesync.core.plan import Act, Defect, Plan, Wait
 from phasesync.core.properties import raced, together, wanted
-from phasesync.core.protocol import Retry
+from phasesync.core.protocol import Retry, Verb
 
 __all__ = ("Bits", "BlockState", "Facts", "Move", "Row", "Tables")
 
@@ -61,6 +63,20 @@ class Memo(dict[int, int]):
     def __missing__(self, key: int) -> int:
         value = self[key] = self.work(key)
         return value
+
+
+class Rows(dict[int, "Row"]):
+    """Where the rank of a unit stands, seen from one slot."""
+
+    __slots__ = ("work",)
+
+    def __init__(self, work: "Callable[[int], Row]") -> None:
+        super().__init__()
+        self.work = work
+
+    def __missing__(self, unit: int) -> "Row":
+        row = self[unit] = self.work(unit)
+        return row
 
 
 class Move(NamedTuple):
@@ -188,13 +204,23 @@ class _Go(NamedTuple):
 class Tables:
     """The moves of one block; blocks of the same shape share it."""
 
-    def __init__(self, plan: Plan, block: Block, faults: Faults, epochs: int, world: Bits) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        block: Block,
+        faults: Faults,
+        epochs: int,
+        world: Bits,
+        *,
+        blur: bool = False,
+    ) -> None:
         self.plan = plan
         self.slots = block.slots
         self.faults = faults
         self.epochs = epochs
         self.width = len(plan.protocol.resources)
         self.world = world
+        self.blurred: frozenset[int] = self._unused() if blur else frozenset()
         self.reused = Defect.KEY_REUSED in plan.defects
         self.late = Defect.LATE_ABORT in plan.defects
         self.own = Bits()
@@ -206,12 +232,25 @@ class Tables:
         self._units: dict[tuple[int, Cells], int] = {}
         self.unit_of: list[tuple[int, Cells]] = []
         self._rows: list[dict[int, Row]] = [{} for _ in block.slots]
-        self._by_unit: list[dict[int, Row]] = [{} for _ in block.slots]
+        self.rows = tuple(Rows(partial(self._row_of, slot)) for slot in range(len(block.slots)))
         self._facts: dict[int, Facts] = {}
         self._races: dict[tuple[int, int, int, int], bool] = {}
         self._ops: dict[tuple[object, ...], Memo] = {}
         self.earlier = Memo(self._earlier)
         self.never = tuple(self._never_of(slot) for slot in range(len(block.slots)))
+
+    def _unused(self) -> frozenset[int]:
+        """Resources whose content no action uses."""
+        used = {
+            touch.cell % self.width
+            for programs in (self.plan.programs, self.plan.recover)
+            for program in programs
+            for act in program
+            if isinstance(act, Act)
+            for touch in act.touches
+            if touch.verb is Verb.USES
+        }
+        return frozenset(range(self.width)) - used
 
     # ------------------------------------------------------------------ numbers for values
 
@@ -273,13 +312,13 @@ class Tables:
 
     def row(self, slot: int, unit: int) -> Row:
         """Where the rank of a unit stands."""
-        found = self._by_unit[slot].get(unit)
+        return self.rows[slot][unit]
+
+    def _row_of(self, slot: int, unit: int) -> Row:
+        state = self.unit_of[unit][0]
+        found = self._rows[slot].get(state)
         if found is None:
-            state = self.unit_of[unit][0]
-            found = self._rows[slot].get(state)
-            if found is None:
-                found = self._rows[slot][state] = self._row(slot, state)
-            self._by_unit[slot][unit] = found
+            found = self._rows[slot][state] = self._row(slot, state)
         return found
 
     def _earlier(self, unit: int) -> int:
@@ -539,10 +578,17 @@ class Tables:
                 state, cells = self.unit_of[unit]
                 if work is not None and cells:
                     cells = self._slice(work(self._spread(base, cells)), base)
+                    if self.blurred:
+                        cells = tuple(map(self._blur, cells, range(self.width)))
                 return self.unit(state if number is None else number, cells)
 
             memo = self._ops[name] = Memo(run)
         return memo
+
+    def _blur(self, value: int, resource: int) -> int:
+        """Partial content that nobody `uses` is as good as old: who needs it objects to both."""
+        partly = resource in self.blurred and content_of(value) == PARTIAL
+        return cell(mapped_of(value), 0) if partly else value
 
     def _spread(self, base: int, cells: Cells) -> Cells:
         """One device's memory within a plan's that is otherwise empty."""

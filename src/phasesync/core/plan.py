@@ -247,6 +247,8 @@ class _Resolver:
         }
         self.resources = {decl.name: at for at, decl in enumerate(protocol.resources)}
         self.scopes: dict[str, Scope] = {}
+        self._part_of: dict[str, dict[int, int]] = {}
+        self._numbers: dict[str, int] = {}
         self._scope(WORLD, tuple(range(len(self.members))))
         for group, parts in self.groups.items():
             for number, part in enumerate(parts):
@@ -315,6 +317,7 @@ class _Resolver:
         return tuple(tuple(own[at : at + size]) for at in range(0, len(own), size))
 
     def _scope(self, name: str, members: tuple[int, ...]) -> None:
+        self._numbers[name] = len(self.scopes)
         self.scopes[name] = Scope(name, members)
 
     def _count(self, role: RoleName, per: str) -> int:
@@ -385,10 +388,18 @@ class _Resolver:
         return tuple(program)
 
     def _part(self, at: int, group: str) -> tuple[int, ...]:
-        for part in self.groups[GroupName(group)]:
-            if at in part:
-                return part
-        raise PlanError(f"{self.members[at]} is in no {group}")
+        number = self._parts(group).get(at)
+        if number is None:
+            raise PlanError(f"{self.members[at]} is in no {group}")
+        return self.groups[GroupName(group)][number]
+
+    def _parts(self, group: str) -> dict[int, int]:
+        """Which part of a group each member is in; asked once a step, so worked out once."""
+        found = self._part_of.get(group)
+        if found is None:
+            parts = enumerate(self.groups[GroupName(group)])
+            found = self._part_of[group] = {at: n for n, part in parts for at in part}
+        return found
 
     def _leads(self, at: int, step: PhaseDecl) -> bool:
         """Whether the rank leads: the widest group that the phase reaches, else any of its own."""
@@ -430,11 +441,10 @@ class _Resolver:
         if named == WORLD:
             scope = WORLD
         else:
-            parts = self.groups[GroupName(named)]
-            scope = f"{named}/{next(n for n, part in enumerate(parts) if at in part)}"
+            scope = f"{named}/{self._parts(named)[at]}"
         return Wait(
             step.name,
-            list(self.scopes).index(scope),
+            self._numbers[scope],
             step.deadline_s,
             step.established,
             step.evidence,

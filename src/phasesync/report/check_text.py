@@ -44,7 +44,8 @@ def _bounds(report: Report) -> list[str]:
         if isinstance(case.verdict, Undecided):
             ranks = "any N" if case.ranks is None else f"N = {case.ranks}"
             options = ", ".join(f"{n}={str(v).lower()}" for n, v in case.options)
-            lines.append(f"undecided at {ranks} ({options}): {case.verdict.bound}")
+            state = "not reached" if case.extra else "undecided"
+            lines.append(f"{state}: {ranks} ({options}): {case.verdict.bound}")
     return lines
 
 

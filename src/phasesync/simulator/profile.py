@@ -1,0 +1,95 @@
+"""How long things take and how much memory they hold: given, or fitted from journals."""
+
+import math
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from phasesync.errors import PlanError
+
+__all__ = ("Profile", "Span", "fit", "profile_of")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A duration: its mean in seconds, and its relative spread (log-normal)."""
+
+    mean_s: float
+    spread: float = 0.0
+
+    def draw(self, chance: random.Random) -> float:
+        """One duration by chance."""
+        if self.mean_s <= 0:
+            return 0.0
+        if self.spread <= 0:
+            return self.mean_s
+        sigma = math.sqrt(math.log1p(self.spread**2))
+        return self.mean_s * math.exp(chance.gauss(-sigma * sigma / 2, sigma))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Durations of phases, what passing a fence costs, GiB a resource holds on a device."""
+
+    phases: Mapping[str, Span] = field(default_factory=dict)
+    default: Span = Span(1.0, 0.1)
+    fence_s: float = 0.002
+    notice_s: float = 0.5
+    gib: Mapping[str, float] = field(default_factory=dict)
+
+    def span(self, phase: str) -> Span:
+        return self.phases.get(phase, self.default)
+
+
+def profile_of(body: Mapping[str, Any]) -> Profile:
+    """A profile from plain values: `{"phases": {"load": 3.5, ...}, "gib": {...}}`.
+
+    Raises:
+        PlanError: a key is unknown or a value is no number.
+    """
+    known = {"phases", "default", "fence_s", "notice_s", "gib"}
+    for key in body:
+        if key not in known:
+            raise PlanError(f"a profile has no {key!r}; it has: {', '.join(sorted(known))}")
+    try:
+        return Profile(
+            phases={name: _span(value) for name, value in body.get("phases", {}).items()},
+            default=_span(body.get("default", {"mean_s": 1.0, "spread": 0.1})),
+            fence_s=float(body.get("fence_s", 0.002)),
+            notice_s=float(body.get("notice_s", 0.5)),
+            gib={name: float(value) for name, value in body.get("gib", {}).items()},
+        )
+    except (TypeError, ValueError, AttributeError) as error:
+        raise PlanError(f"a profile is made of numbers: {error}") from error
+
+
+def _span(value: Any) -> Span:
+    if isinstance(value, Mapping):
+        return Span(float(value["mean_s"]), float(value.get("spread", 0.0)))
+    return Span(float(value))
+
+
+def fit(lines: Iterable[Mapping[str, Any]], base: Profile | None = None) -> Profile:
+    """The profile that journal lines show: mean and spread of each phase that ended well."""
+    seen: dict[str, list[float]] = {}
+    for line in lines:
+        if line.get("event") == "phase.end" and isinstance(line.get("duration_s"), int | float):
+            seen.setdefault(str(line.get("phase")), []).append(float(line["duration_s"]))
+    base = base or Profile()
+    phases = {**base.phases, **{name: _fitted(values) for name, values in seen.items()}}
+    return Profile(
+        phases=phases,
+        default=base.default,
+        fence_s=base.fence_s,
+        notice_s=base.notice_s,
+        gib=base.gib,
+    )
+
+
+def _fitted(values: list[float]) -> Span:
+    mean = sum(values) / len(values)
+    if len(values) < 2 or mean <= 0:
+        return Span(mean)
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return Span(mean, math.sqrt(variance) / mean)

@@ -1,0 +1,416 @@
+"""One seeded run of a plan in virtual time, for thousands of ranks.
+
+Each rank's moves are the kernel's (`advance`): what may not happen is refused here as it would be
+on a real rank. Fences are counted instead of searched, which is what makes thousands of ranks
+cheap; a fence opens when its last member has come, and breaks for the reasons that it breaks for.
+"""
+
+import heapq
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from phasesync.core.kernel import (
+    Kind,
+    RankState,
+    Stage,
+    Status,
+    advance,
+    fences_left,
+    next_step,
+)
+from phasesync.core.plan import Act, Plan, Wait, resolve
+from phasesync.core.protocol import Verb
+from phasesync.simulator.faults import Fault
+from phasesync.simulator.profile import Profile
+
+__all__ = ("Moment", "Simulated", "compare", "simulate")
+
+
+class Moment(NamedTuple):
+    """Something that happened, at a virtual time."""
+
+    at_s: float
+    rank: int
+    kind: str
+    name: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Simulated:
+    """What a run cost: seconds in all, in each phase, waited at each fence; peak GiB a device."""
+
+    seed: int
+    ranks: int
+    total_s: float = 0.0
+    epochs_done: int = 0
+    phases_s: dict[str, float] = field(default_factory=dict)
+    waits_s: dict[str, float] = field(default_factory=dict)
+    longest_wait_s: dict[str, float] = field(default_factory=dict)
+    peak_gib: float = 0.0
+    peak_phase: str = ""
+    broken: list[str] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that ranks spent waiting, all together."""
+        return sum(self.waits_s.values())
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "simulate": 1,
+            "seed": self.seed,
+            "ranks": self.ranks,
+            "total_s": self.total_s,
+            "epochs_done": self.epochs_done,
+            "phases_s": self.phases_s,
+            "waits_s": self.waits_s,
+            "longest_wait_s": self.longest_wait_s,
+            "waited_s": self.waited_s,
+            "peak_gib": self.peak_gib,
+            "peak_phase": self.peak_phase,
+            "broken": self.broken,
+            "waiting": self.waiting,
+        }
+
+
+class _Fence:
+    """One fence instance: how many have come, who waits, and since when."""
+
+    __slots__ = ("arrived", "broken", "opened", "waiting")
+
+    def __init__(self) -> None:
+        self.arrived = 0
+        self.opened = False
+        self.broken = ""
+        self.waiting: dict[int, float] = {}
+
+
+def simulate(
+    plan: Plan,
+    *,
+    profile: Profile | None = None,
+    faults: Sequence[Fault] = (),
+    seed: int = 0,
+    epochs: int = 1,
+    record: bool = False,
+) -> Simulated:
+    """One run under one seed; the same seed is the same run."""
+    return _Run(plan, profile or Profile(), faults, seed, epochs, record).run()
+
+
+class _Run:
+    """The run in progress: a queue of moments to come, ranks, fences, and memory."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        profile: Profile,
+        faults: Sequence[Fault],
+        seed: int,
+        epochs: int,
+        record: bool,
+    ) -> None:
+        self.plan = plan
+        self.profile = profile
+        self.faults = faults
+        self.epochs = epochs
+        self.record = record
+        self.chance = random.Random(seed)
+        self.found = Simulated(seed=seed, ranks=len(plan.members))
+        self.states = [RankState() for _ in plan.members]
+        self.fences: dict[tuple[int, Stage, int, str], _Fence] = {}
+        self.queue: list[tuple[float, int, int, str]] = []
+        self.count = 0
+        self.turns: dict[tuple[int, str], int] = {}
+        self.dead: set[int] = set()
+        self.stuck: set[int] = set()
+        self.width = len(plan.protocol.resources)
+        self.gib = [profile.gib.get(each.name, 0.0) for each in plan.protocol.resources]
+        self.mapped = list(plan.start)
+        self.held = [
+            sum(g for g, on in zip(self.gib, self._device(at), strict=True) if on)
+            for at in range(len(plan.devices))
+        ]
+
+    def _device(self, device: int) -> list[bool]:
+        return self.mapped[device * self.width : (device + 1) * self.width]
+
+    # ------------------------------------------------------------------------------- the loop
+
+    def run(self) -> Simulated:
+        if (odd := self._mixed()) is not None:
+            self.found.broken.append(odd)
+            return self.found
+        for rank in range(len(self.plan.members)):
+            self._at(0.0, rank, "go")
+        while self.queue:
+            self.now, _, rank, what = heapq.heappop(self.queue)
+            self.found.total_s = max(self.found.total_s, self._worked(what))
+            self._DO[what](self, rank)
+        self._finish()
+        return self.found
+
+    def _worked(self, what: str) -> float:
+        """A deadline that came too late to matter is no part of the run."""
+        return 0.0 if what == "deadline" else self.now
+
+    def _at(self, when: float, rank: int, what: str) -> None:
+        self.count += 1
+        heapq.heappush(self.queue, (when, self.count, rank, what))
+
+    def _mixed(self) -> str | None:
+        """Ranks with other options hold another plan: the plan fence breaks before epoch 1."""
+        for fault in self.faults:
+            if fault.kind != "mixed" or fault.rank is None:
+                continue
+            options = {**dict(self.plan.options), fault.option: fault.value}
+            counts: dict[str, int] = {}
+            for member in self.plan.members:
+                counts[member.role] = counts.get(member.role, 0) + 1
+            other = resolve(self.plan.protocol, counts, options)
+            if other.digest != self.plan.digest:
+                who = self.plan.members[fault.rank]
+                return f"plan: {who} holds another plan: {fault.option}={fault.value}"
+        return None
+
+    def _go(self, rank: int) -> None:
+        """The rank takes its next step, if it is still there to do so."""
+        state = self.states[rank]
+        if rank in self.dead or rank in self.stuck:
+            return
+        if state.status is Status.FINISHED:
+            if state.stage is Stage.EPOCH and state.epoch <= self.epochs:
+                self.found.epochs_done = max(self.found.epochs_done, state.epoch)
+            if state.epoch < self.epochs:
+                self._move(rank, Kind.BEGIN, "")
+                self._at(self.now, rank, "go")
+            return
+        if state.status not in (Status.READY, Status.STOPPED, Status.ABORTED):
+            return
+        if state.status is not Status.READY:
+            if self.plan.recover[rank] and state.stage is Stage.EPOCH:
+                self._move(rank, Kind.RECOVER, "")
+                self._at(self.now, rank, "go")
+            return
+        left = fences_left(self.plan, rank, state)
+        if left and (len(left) > 1 or state.stage is Stage.RECOVER):
+            fence = self._fence(state, left[0])
+            if fence.broken:
+                self._leave(rank, Kind.ABORT, fence.broken)
+                return
+        match next_step(self.plan, rank, state):
+            case Act() as act:
+                self._act(rank, act)
+            case Wait() as wait:
+                self._arrive(rank, wait)
+            case None:
+                pass
+
+    # -------------------------------------------------------------------------------- actions
+
+    def _act(self, rank: int, act: Act) -> None:
+        self._move(rank, Kind.START, act.phase)
+        factor = 1.0
+        for fault in self._faults(rank, act.phase):
+            match fault.kind:
+                case "crash":
+                    self._crash(rank)
+                    return
+                case "hang":
+                    self.stuck.add(rank)
+                    return
+                case "fail":
+                    self._at(self.now + self.profile.span(act.phase).mean_s, rank, "fail")
+                    return
+                case _:
+                    factor *= fault.factor
+        self._map(rank, act, start=True)
+        span = self.profile.span(act.phase).draw(self.chance) * factor
+        self.found.phases_s[act.phase] = self.found.phases_s.get(act.phase, 0.0) + span
+        self._at(self.now + span, rank, "end")
+
+    def _faults(self, rank: int, place: str) -> list[Fault]:
+        turn = self.turns[rank, place] = self.turns.get((rank, place), 0) + 1
+        return [fault for fault in self.faults if fault.hits(rank, place, turn)]
+
+    def _end(self, rank: int) -> None:
+        state = self.states[rank]
+        if rank in self.dead or state.status is not Status.ACTING:
+            return
+        act = next_step(self.plan, rank, state)
+        assert isinstance(act, Act)
+        if not act.enqueued:
+            self._map(rank, act, start=False)
+        self._move(rank, Kind.END, act.phase)
+        self._go(rank)
+
+    def _fail(self, rank: int) -> None:
+        state = self.states[rank]
+        act = next_step(self.plan, rank, state)
+        assert isinstance(act, Act)
+        self._leave(rank, Kind.FAIL, f"{self.plan.members[rank]} failed in {act.phase}")
+
+    def _map(self, rank: int, act: Act, *, start: bool) -> None:
+        """Memory is held from the start of what acquires it to the end of what releases it."""
+        for touch in act.touches:
+            takes = touch.verb is Verb.ACQUIRES and start
+            gives = touch.verb is Verb.RELEASES and not start
+            ensures = touch.verb is Verb.ENSURES and not start
+            if takes or gives or ensures:
+                wanted = takes or (ensures and self.plan.start[touch.cell])
+                self._set(touch.cell, wanted, act.phase)
+
+    def _set(self, cell: int, mapped: bool, phase: str) -> None:
+        if self.mapped[cell] == mapped:
+            return
+        self.mapped[cell] = mapped
+        device, resource = divmod(cell, self.width)
+        self.held[device] += self.gib[resource] * (1 if mapped else -1)
+        if self.held[device] > self.found.peak_gib + 1e-9:
+            self.found.peak_gib = self.held[device]
+            self.found.peak_phase = phase
+
+    # --------------------------------------------------------------------------------- fences
+
+    def _fence(self, state: RankState, wait: Wait) -> _Fence:
+        key = (state.epoch, state.stage, wait.scope, wait.fence)
+        return self.fences.setdefault(key, _Fence())
+
+    def _arrive(self, rank: int, wait: Wait) -> None:
+        state = self.states[rank]
+        fence = self._fence(state, wait)
+        kinds = {fault.kind for fault in self._faults(rank, wait.fence)}
+        if "crash" in kinds:
+            self._crash(rank)
+            return
+        if "hang" in kinds:
+            self.stuck.add(rank)
+            return
+        if "device_synchronised" in wait.established:
+            for cell in state.pending:
+                self._set(cell, False, wait.fence)
+        self._move(rank, Kind.ARRIVE, wait.fence)
+        if fence.broken:
+            self._leave(rank, Kind.ABORT, fence.broken)
+            return
+        fence.waiting[rank] = self.now
+        self._at(self.now + wait.deadline_s, rank, "deadline")
+        if self._dropped(rank, wait.fence):
+            return
+        fence.arrived += 1
+        if fence.arrived >= self._needed(state, wait):
+            self._open(fence, wait)
+
+    def _dropped(self, rank: int, fence: str) -> bool:
+        return any(
+            fault.kind == "drop"
+            and fault.rank in (None, rank)
+            and fault.place in ("", fence)
+            and not self.turns.get((rank, f"drop {fence}"), 0)
+            for fault in self.faults
+        ) and not self.turns.update({(rank, f"drop {fence}"): 1})
+
+    def _needed(self, state: RankState, wait: Wait) -> int:
+        members = self.plan.scopes[wait.scope].members
+        if state.stage is Stage.RECOVER:
+            return sum(member not in self.dead for member in members)
+        return len(members)
+
+    def _open(self, fence: _Fence, wait: Wait) -> None:
+        fence.opened = True
+        for rank, since in sorted(fence.waiting.items()):
+            waited = self.now - since
+            self.found.waits_s[wait.fence] = self.found.waits_s.get(wait.fence, 0.0) + waited
+            longest = self.found.longest_wait_s.get(wait.fence, 0.0)
+            self.found.longest_wait_s[wait.fence] = max(longest, waited)
+            self._at(self.now + self.profile.fence_s, rank, "pass")
+        fence.waiting.clear()
+
+    def _pass(self, rank: int) -> None:
+        state = self.states[rank]
+        if rank in self.dead:
+            return
+        wait = next_step(self.plan, rank, state)
+        assert isinstance(wait, Wait)
+        self._move(rank, Kind.PASS, wait.fence)
+        self._go(rank)
+
+    def _deadline(self, rank: int) -> None:
+        """The rank's patience is over, if it still waits where it waited."""
+        state = self.states[rank]
+        wait = next_step(self.plan, rank, state)
+        if state.status is not Status.WAITING or not isinstance(wait, Wait):
+            return
+        fence = self._fence(state, wait)
+        since = fence.waiting.get(rank)
+        if since is None or fence.opened or self.now - since < wait.deadline_s:
+            return
+        self.found.total_s = max(self.found.total_s, self.now)
+        members = self.plan.scopes[wait.scope].members
+        missing = [str(self.plan.members[m]) for m in members if m not in fence.waiting]
+        said = ", ".join(missing[:4]) or "somebody's arrival"
+        self._break(fence, f"fence {wait.fence}: {said} did not come in {wait.deadline_s:g} s")
+
+    def _break(self, fence: _Fence, why: str) -> None:
+        if fence.opened or fence.broken:
+            return
+        fence.broken = why
+        if why not in self.found.broken:
+            self.found.broken.append(why)
+        for rank in sorted(fence.waiting):
+            self._leave(rank, Kind.ABORT, why)
+        fence.waiting.clear()
+
+    def _leave(self, rank: int, kind: Kind, why: str) -> None:
+        """The rank leaves the epoch: it arrives as failed wherever it has not passed."""
+        state = self.states[rank]
+        step = next_step(self.plan, rank, state)
+        left = fences_left(self.plan, rank, state)
+        name = step.phase if isinstance(step, Act) else step.fence if step else ""
+        self._move(rank, kind, left[0].fence if kind is Kind.ABORT and left else name)
+        for wait in left:
+            self._break(self._fence(state, wait), why)
+        self._at(self.now, rank, "go")
+
+    def _crash(self, rank: int) -> None:
+        self.dead.add(rank)
+        self.found.moments += [Moment(self.now, rank, "crash", "")] * self.record
+        self._at(self.now + self.profile.notice_s, rank, "notice")
+
+    def _notice(self, rank: int) -> None:
+        state = self.states[rank]
+        why = f"{self.plan.members[rank]} died"
+        for wait in fences_left(self.plan, rank, state):
+            self._break(self._fence(state, wait), why)
+
+    def _move(self, rank: int, kind: Kind, name: str) -> None:
+        self.states[rank] = advance(self.plan, rank, self.states[rank], kind, name)
+        if self.record:
+            self.found.moments.append(Moment(self.now, rank, str(kind), name))
+
+    def _finish(self) -> None:
+        for rank, state in enumerate(self.states):
+            if rank not in self.dead and state.status is Status.WAITING:
+                self.found.waiting.append(str(self.plan.members[rank]))
+
+    _DO = {  # noqa: RUF012  A table, read only.
+        "go": _go,
+        "end": _end,
+        "fail": _fail,
+        "pass": _pass,
+        "deadline": _deadline,
+        "notice": _notice,
+    }
+
+
+def compare(runs: Mapping[str, Simulated]) -> tuple[str, ...]:
+    """What-ifs side by side: seconds in all and seconds waited, one line a run."""
+    width = max(map(len, runs), default=0)
+    return tuple(
+        f"{name:<{width}}  {run.total_s:9.2f} s in all, {run.waited_s:12.2f} s waited"
+        for name, run in runs.items()
+    )

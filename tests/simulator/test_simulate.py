@@ -1,0 +1,156 @@
+"""Runs by seed: what they cost, what faults do to them, what they answer."""
+
+import time
+
+import pytest
+
+from phasesync.checker import Settings, check
+from phasesync.checker.mutants import without_fence
+from phasesync.core.model import OptionValue
+from phasesync.core.plan import Plan, resolve
+from phasesync.errors import PlanError, Refused
+from phasesync.simulator import (
+    Profile,
+    Span,
+    compare,
+    events_of,
+    fit,
+    parse_fault,
+    profile_of,
+    replay,
+    simulate,
+)
+from phasesync.spec import load
+
+COLOCATED = load("colocated")
+
+
+def plan(ranks: int, **options: OptionValue) -> Plan:
+    return resolve(COLOCATED, ranks, options)
+
+
+def test_one_seed_is_one_run() -> None:
+    first = simulate(plan(4), seed=7, epochs=2, record=True)
+    again = simulate(plan(4), seed=7, epochs=2, record=True)
+    assert first.moments == again.moments
+    assert first.moments != simulate(plan(4), seed=8, epochs=2, record=True).moments
+    assert (first.epochs_done, first.broken, first.waiting) == (2, [], [])
+
+
+def test_without_chance_the_time_is_the_sum_of_the_longest() -> None:
+    steady = Profile(default=Span(1.0), fence_s=0.0)
+    assert simulate(plan(2), profile=steady).total_s == 11.0
+
+
+def test_thousands_of_ranks_in_seconds() -> None:
+    began = time.perf_counter()
+    found = simulate(plan(4096), seed=1)
+    assert found.epochs_done == 1
+    assert time.perf_counter() - began < 60
+
+
+def test_a_world_scope_waits_longer_when_one_rank_is_slow() -> None:
+    slow = [parse_fault("slow:2@empty_cache*20")]
+    runs = {
+        scope: simulate(plan(16, fence_scope=scope), seed=3, faults=slow)
+        for scope in ("replica", "world")
+    }
+    waits = {name: run.waits_s["memory_released"] for name, run in runs.items()}
+    assert waits["world"] > 3 * waits["replica"]
+    assert compare(runs)[0].startswith("replica  ")
+
+
+def test_a_crash_breaks_and_the_others_recover() -> None:
+    found = simulate(plan(2), faults=[parse_fault("crash:1@offload")], epochs=1, record=True)
+    assert found.broken == ["trainer/1 died"]
+    kinds = [(m.kind, m.name) for m in found.moments if m.rank == 0]
+    assert ("abort", "memory_released") in kinds
+    assert ("end", "reset") in kinds
+
+
+def test_a_failure_reaches_the_other_replica_at_the_last_fence() -> None:
+    found = simulate(plan(4), faults=[parse_fault("fail:1@stage")], record=True)
+    assert found.broken == ["trainer/1 failed in stage"]
+    other = [(m.kind, m.name) for m in found.moments if m.rank == 2]
+    assert ("end", "serve") in other
+    assert ("abort", "asleep") in other
+
+
+def test_a_hang_ends_at_the_deadline_and_names_who_is_missing() -> None:
+    found = simulate(plan(2), faults=[parse_fault("hang:1@offload")])
+    assert found.broken == [
+        "fence memory_released: trainer/1 did not come in 300 s",
+        "fence stopped: trainer/1 did not come in 7200 s",
+    ]
+    assert found.total_s > 7500
+
+
+def test_a_lost_arrival_ends_at_the_deadline() -> None:
+    found = simulate(plan(2), faults=[parse_fault("drop:arrive@staged:1")])
+    assert found.broken == ["fence staged: somebody's arrival did not come in 300 s"]
+
+
+def test_mixed_options_stop_at_the_plan_fence() -> None:
+    found = simulate(plan(4), faults=[parse_fault("mixed:param_offload=false@2")])
+    assert found.broken == ["plan: trainer/2 holds another plan: param_offload=False"]
+    assert found.total_s == 0
+
+
+def test_memory_and_the_phase_that_is_the_peak() -> None:
+    gib = {
+        "trainer_params": 30,
+        "train_cache": 25,
+        "staging": 4,
+        "rollout_weights": 15,
+        "kv_cache": 40,
+    }
+    found = simulate(plan(2), profile=Profile(gib=gib))
+    assert (found.peak_gib, found.peak_phase) == (55, "train")
+    kept = simulate(plan(2, free_cache_engine=False), profile=Profile(gib=gib))
+    assert kept.peak_gib == 110
+
+
+def test_a_profile_is_fitted_from_journal_lines() -> None:
+    lines = [
+        {"event": "phase.end", "phase": "load", "duration_s": value} for value in (2.0, 4.0, 3.0)
+    ]
+    lines += [{"event": "phase.start", "phase": "load"}, {"event": "phase.end", "phase": "x"}]
+    span = fit(lines).span("load")
+    assert span.mean_s == 3.0
+    assert span.spread == pytest.approx(1 / 3)
+    assert fit(lines).span("x") == Profile().default
+
+
+def test_profiles_are_doubted() -> None:
+    assert profile_of({"phases": {"load": 3}}).span("load") == Span(3.0)
+    with pytest.raises(PlanError, match="a profile has no 'phase'"):
+        profile_of({"phase": {}})
+    with pytest.raises(PlanError, match="made of numbers"):
+        profile_of({"phases": {"load": "long"}})
+
+
+def test_a_counterexample_replays_from_its_json() -> None:
+    report = check(
+        COLOCATED,
+        ranks=2,
+        mutate=without_fence("staged"),
+        settings=Settings(any_n=False),
+    )
+    case = report.counterexample
+    assert case is not None
+    assert case.plan is not None
+    path = case.to_json()["path"]
+    assert isinstance(path, list)
+    systems, broken = replay(case.plan, events_of(case.plan, path))
+    assert len(systems) == len(path) + 1
+    assert [each.property for each in broken] == ["mapped"]
+    with pytest.raises(Refused):
+        replay(plan(2), events_of(plan(2), path))
+    with pytest.raises(PlanError, match="this is no run of 'colocated'"):
+        events_of(plan(2), [{"event": "leap", "rank": "trainer/0", "name": ""}])
+
+
+@pytest.mark.parametrize("text", ["crash", "crash:x", "slow:1*", "mixed:a@1", "melt:1@offload"])
+def test_faults_that_are_none(text: str) -> None:
+    with pytest.raises(PlanError, match="is no fault"):
+        parse_fault(text)
