@@ -5,6 +5,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,6 +32,7 @@ def run_demo(settings: DemoSettings, *, audit_run: AuditRun, console: Console | 
     try:
         script = _script(settings)
         play = backend_of(settings.backend)
+        _make_folder(script)
     except InputError as error:
         print(f"phasesync demo: {error}", file=sys.stderr)
         return USAGE
@@ -52,20 +54,27 @@ def run_demo(settings: DemoSettings, *, audit_run: AuditRun, console: Console | 
 
 
 def _script(settings: DemoSettings) -> Script:
+    """The script, with a run folder of a name that no run has."""
     runs = Path(settings.runs or os.environ.get("PHASESYNC_RUNS") or "runs").absolute()
-    run = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    script = script_of(settings, run=run, runs=runs, host=socket.gethostname())
+    stem = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    names = (stem if again == 0 else f"{stem}-{again}" for again in count())
+    run = next(name for name in names if not (runs / name).exists())
+    return script_of(settings, run=run, runs=runs, host=socket.gethostname())
+
+
+def _make_folder(script: Script) -> None:
+    """The run folder, with the protocol in it.
+
+    Raises:
+        PlanError: it cannot be made.
+    """
     try:
         script.folder.mkdir(parents=True)
         script.protocol_file.write_text(script.text, encoding="utf-8")
-    except FileExistsError:
-        time.sleep(1.0)  # Two demos of one process in one second: the next has another name.
-        return _script(settings)
     except OSError as error:
         raise PlanError(
-            f"cannot write to {runs}: {error.strerror}; give another folder with --runs"
+            f"cannot write to {script.runs}: {error.strerror}; give another folder with --runs"
         ) from error
-    return script
 
 
 def _opening(script: Script) -> Text:
