@@ -113,6 +113,13 @@ def test_the_deadline_names_the_missing() -> None:
     assert ruling.cause.missing == ruling.cause.ranks == ruling.missing == (T1, T2)
 
 
+def test_the_deadline_says_what_is_known_of_the_missing() -> None:
+    seen = {T0: "alive", T1: "stopped (process 12)"}
+    ruling = judge(CALL, [came(T0)], expired=True, seen=seen)
+    assert isinstance(ruling, Broken)
+    assert ruling.cause.error == "the others waited 9 s; trainer/1 is stopped (process 12)"
+
+
 def test_at_the_deadline_a_full_fence_opens() -> None:
     assert isinstance(judge(CALL, [came(T0), came(T1), came(T2)], expired=True), Opened)
 

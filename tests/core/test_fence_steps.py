@@ -190,7 +190,7 @@ class World:
             reply = yield operation
 
     def deadline(self, rank: Rank, generation: int) -> Life:
-        verdict = yield from expiring(SPACE, self.call(generation), writer(rank, 0))
+        verdict = yield from expiring(SPACE, self.call(generation), writer(rank, 0), {})
         assert verdict is None or isinstance(verdict, Verdict)
 
     def report(self, rank: Rank) -> Life:

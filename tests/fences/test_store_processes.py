@@ -154,6 +154,7 @@ def test_a_frozen_rank_is_named_at_the_deadline_and_does_not_pass_when_it_wakes(
     assert len(seen) == SIZE
     (cause,) = causes(seen)
     assert cause.missing == (rank_of(VICTIM),)
+    assert f"{rank_of(VICTIM)} is stopped (process" in (cause.error or "")
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGSTOP, signal.SIGKILL])

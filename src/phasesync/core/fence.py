@@ -76,10 +76,12 @@ def judge(
     *,
     lost: Iterable[Lost] = (),
     expired: bool = False,
+    seen: Mapping[Rank, str] | None = None,
 ) -> Ruling:
     """What the arrivals, in the order they came, mean for the fence.
 
-    `expired` says that the deadline has passed for somebody who waits.
+    `expired` says that the deadline has passed for somebody who waits; `seen`, what is known
+    then of ranks that are missing (`alive`, `stopped`, `not connected`), for the report.
     """
     heard = _without_retries(arrivals)
     first = _first_by_rank(heard)
@@ -90,7 +92,7 @@ def judge(
         or _disagreement(call, tuple(first.values()), final=expired or not missing)
         or _stranger(call, first)
         or _loss(call, first, lost)
-        or (_deadline(call, missing) if expired and missing else None)
+        or (_deadline(call, missing, seen or {}) if expired and missing else None)
     )
     if cause is not None:
         return as_broken(call, cause, missing=missing)
@@ -197,12 +199,13 @@ def _loss(call: FenceCall, first: Mapping[Rank, Arrival], lost: Iterable[Lost]) 
     return None
 
 
-def _deadline(call: FenceCall, missing: tuple[Rank, ...]) -> RootCause:
+def _deadline(call: FenceCall, missing: tuple[Rank, ...], seen: Mapping[Rank, str]) -> RootCause:
+    known = [f"{rank} is {seen[rank]}" for rank in missing if rank in seen]
     return RootCause(
         kind="deadline",
         ranks=missing,
         fence=call.fence,
-        error=f"the others waited {call.deadline_s:g} s",
+        error="; ".join([f"the others waited {call.deadline_s:g} s", *known[:RANKS_SHOWN_MAX]]),
         missing=missing,
     )
 

@@ -4,7 +4,7 @@ No clock and no socket: who hears a verdict is a callback, and that a deadline h
 told. The first verdict of a fence stays.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -75,11 +75,18 @@ class Instance:
         self.arrivals.append(arrival)
         self.arrived.add(arrival.rank)
 
-    def judge(self, lost: list[Lost], by: Rank | None, *, expired: bool = False) -> None:
+    def judge(
+        self,
+        lost: list[Lost],
+        by: Rank | None,
+        *,
+        expired: bool = False,
+        seen: Mapping[Rank, str] | None = None,
+    ) -> None:
         """Decide, unless it is decided."""
         if self.verdict is not None:
             return
-        ruling = judge(self.call, self.arrivals, lost=lost, expired=expired)
+        ruling = judge(self.call, self.arrivals, lost=lost, expired=expired, seen=seen)
         if isinstance(ruling, Waiting):
             return
         if isinstance(ruling, Broken):
@@ -122,9 +129,9 @@ class Hub:
                 instance.judge(self._lost, arrival.rank)
         return instance
 
-    def expire(self, instance: Instance, by: Rank) -> None:
+    def expire(self, instance: Instance, by: Rank, seen: Mapping[Rank, str] | None = None) -> None:
         """The deadline of a rank that waits has passed."""
-        instance.judge(self._lost, by, expired=True)
+        instance.judge(self._lost, by, expired=True, seen=seen)
 
     def lose(self, lost: Lost) -> None:
         """A rank is gone: break what it keeps shut, now and later."""

@@ -10,6 +10,7 @@ of it, so that the checker can crash between any two. Three things must survive 
   would find the count start again at 1 beside an old verdict, and pass.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from phasesync.core import wire
@@ -134,8 +135,10 @@ def arriving(
     return (yield from admitting(space, call, arrival, order, verdict))
 
 
-def expiring(space: Space, call: FenceCall, me: str) -> Steps:
+def expiring(space: Space, call: FenceCall, me: str, seen: Mapping[Rank, str]) -> Steps:
     """The deadline has passed for a rank that waits: decide with whoever has arrived.
+
+    `seen` is what this rank knows of others, for the report on who is missing.
 
     Returns the verdict, or None if it was tidied up long ago: the rank comes from a sleep.
     """
@@ -150,7 +153,7 @@ def expiring(space: Space, call: FenceCall, me: str) -> Steps:
         yield Delete(at.counter)
         return None
     log = (yield Read(at.log)) or b""
-    ruling = judge(call, decode_arrivals(log), expired=True)
+    ruling = judge(call, decode_arrivals(log), expired=True, seen=seen)
     assert not isinstance(ruling, Waiting), "at the deadline there is no more waiting"
     if isinstance(ruling, Opened):
         yield Put(space.head(call.key.scope), str(call.key.generation).encode())

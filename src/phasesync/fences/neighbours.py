@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
-__all__ = ("Neighbours", "host_id", "started_at")
+__all__ = ("Neighbours", "host_id", "started_at", "state_of")
 
 
 def host_id() -> str:
@@ -30,6 +30,19 @@ def started_at(pid: int) -> int | None:
     except OSError:
         return None
     return None if stat[0] in "ZX" else int(stat[19])
+
+
+# The kernel's letter for what a process does, in the words of a report.
+STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead", "D": "alive, in the kernel"}
+
+
+def state_of(pid: int) -> str:
+    """`alive`, `stopped` (by a signal or a debugger) or `dead`."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return "dead"
+    return STATES.get(stat.rsplit(")", 1)[1].split()[0], "alive")
 
 
 class Neighbours:

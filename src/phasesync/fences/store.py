@@ -47,7 +47,7 @@ from phasesync.core.model import (
 )
 from phasesync.errors import FenceBroken, PlanError, StaleArrival, StoreLost
 from phasesync.fences.lines import GRACE_S, Lines, nothing, settle
-from phasesync.fences.neighbours import Neighbours, host_id, started_at
+from phasesync.fences.neighbours import Neighbours, host_id, started_at, state_of
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -176,6 +176,7 @@ class StoreFences:
     ) -> None:
         self.rank = rank
         self.boot: str | None = None
+        self._pid = os.getpid()
         self._incarnation = incarnation
         self._me = writer(rank, incarnation)
         self._run = (run, attempt)
@@ -185,6 +186,7 @@ class StoreFences:
         self._scopes: dict[str, _Scope] = {}
         self._host = host_id() if watch_neighbours else ""
         self._neighbours = Neighbours(self._gone)
+        self._pids: dict[Rank, int] = {}
         self._look: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -267,6 +269,7 @@ class StoreFences:
         for process in processes:
             if process.rank != self.rank and process.pid != os.getpid():
                 who = (process.rank, process.incarnation)
+                self._pids[process.rank] = process.pid
                 self._neighbours.watch(who, process.pid, process.started)
         loop = asyncio.get_running_loop()
         if not any(scope.opened is not None for scope in self._scopes.values()):
@@ -294,6 +297,11 @@ class StoreFences:
             raise PlanError(
                 f"fence {call.fence!r} is of run {call.key.run!r}, attempt {call.key.attempt}, "
                 f"this endpoint of run {run!r}, attempt {attempt}; make one for each attempt"
+            )
+        if os.getpid() != self._pid:
+            raise PlanError(
+                f"the fences of {self.rank} were made in process {self._pid}, and this is "
+                f"process {os.getpid()}: a fork has none of their threads; make them after it"
             )
         if self._lines.lost is not None:
             raise self._lines.lost
@@ -344,7 +352,11 @@ class StoreFences:
 
     def expire(self, call: FenceCall) -> "asyncio.Future[Any]":
         """The deadline has passed: decide, on another line than the one that waits."""
-        return self._lines.submit(expiring(self._space, call, self._me))
+        return self._lines.submit(expiring(self._space, call, self._me, self._seen()))
+
+    def _seen(self) -> dict[Rank, str]:
+        """What the other ranks of this host do just now."""
+        return {rank: f"{state_of(pid)} (process {pid})" for rank, pid in self._pids.items()}
 
     def give_up(self, call: FenceCall) -> StoreLost:
         """The store has had its time after the deadline, too."""

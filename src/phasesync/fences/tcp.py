@@ -137,6 +137,11 @@ class TcpCoordinator:
                 lost = Lost(rank=peer.rank, incarnation=peer.incarnation, cause=cause)
                 self.hub(*peer.run).lose(lost)
 
+    def seen(self, run: tuple[str, int], ranks: Sequence[Rank]) -> dict[Rank, str]:
+        """What is known of ranks that are missing: a process may be slow, or was never here."""
+        here = {peer.rank for peer in self._peers if peer.run == run}
+        return {rank: "connected" if rank in here else "not connected" for rank in ranks}
+
     def refuse(self, who: str, why: str) -> None:
         """Say it once for each host: a port scan must not fill the log."""
         if who not in self._refused:
@@ -243,8 +248,13 @@ class _Peer(asyncio.Protocol):
         call, arrival = self._call(said), _arrival(line)
         instance = self._hub().arrive(call, arrival)
         order = len(instance.arrivals)
-        timer = self._loop.call_later(call.deadline_s, self._hub().expire, instance, arrival.rank)
+        timer = self._loop.call_later(call.deadline_s, self._expire, instance, arrival.rank)
         self._answer_when_decided(request, instance, arrival, order, timer)
+
+    def _expire(self, instance: Instance, by: Rank) -> None:
+        assert self.run is not None
+        seen = self._coordinator.seen(self.run, instance.missing())
+        self._hub().expire(instance, by, seen)
 
     def fail(self, request: int, said: Sequence[Any], line: str) -> None:
         arrival = _arrival(line)

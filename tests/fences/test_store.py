@@ -1,0 +1,247 @@
+"""What the store transport promises beyond the promises of all transports."""
+
+import asyncio
+import os
+import threading
+import time
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from phasesync.core.model import Opened, Rank, RoleName, RootCause
+from phasesync.errors import PlanError, StoreLost
+from phasesync.fences.base import FenceTransport
+from phasesync.fences.neighbours import Neighbours, host_id, started_at
+from phasesync.fences.store import StoreFences, StoreObserver, default_store
+from phasesync.testing import FenceWorld, arrives
+
+T0 = Rank(RoleName("trainer"), 0)
+
+
+@pytest.fixture(scope="module")
+def store() -> Any:
+    dist: Any = import_module("torch.distributed")
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def keys(store: Any) -> list[str]:
+    return [key for key in store.list_keys() if "ps/" in key]
+
+
+def world_over(store: Any, size: int = 3, token: str = "") -> FenceWorld:
+    def make(run: str, rank: Rank, incarnation: int) -> FenceTransport:
+        return StoreFences(store, rank=rank, incarnation=incarnation, run=run, token=token)
+
+    return FenceWorld(make, size)
+
+
+def test_an_orderly_end_leaves_no_key_and_no_thread(store: Any) -> None:
+    before = set(threading.enumerate())
+
+    async def run() -> None:
+        world = world_over(store)
+        await world.open()
+        for generation in range(25):
+            assert all(
+                isinstance(a, Opened) for a in await world.all_arrive(world.call(generation))
+            )
+            assert len(keys(store)) < 45
+        await world.close()
+
+    asyncio.run(run())
+    assert keys(store) == []
+    assert set(threading.enumerate()) == before
+
+
+def test_connecting_and_leaving_without_a_fence_leaves_no_key(store: Any) -> None:
+    async def run() -> None:
+        world = world_over(store)
+        await world.open()
+        await world.close()
+
+    asyncio.run(run())
+    assert keys(store) == []
+
+
+def test_a_token_keeps_the_ranks_of_another_run_of_the_same_name_out(store: Any) -> None:
+    async def run() -> None:
+        ours = world_over(store, 2, token="ours")
+        theirs = world_over(store, 2, token="theirs")
+        theirs.run = ours.run
+        await asyncio.gather(ours.open(), theirs.open())
+        one, two = ours.ranks
+        call = ours.call(deadline_s=0.5)
+        got = await asyncio.gather(ours.arrive(one, call), theirs.arrive(two, call))
+        assert not any(isinstance(answer, Opened) for answer in got)
+        await asyncio.gather(ours.close(), theirs.close())
+
+    asyncio.run(run())
+
+
+def test_every_endpoint_knows_the_same_start_of_the_store(store: Any) -> None:
+    async def run() -> set[str | None]:
+        world = world_over(store)
+        await world.open()
+        boots = {end.boot for end in world.ends.values() if isinstance(end, StoreFences)}
+        await world.close()
+        return boots
+
+    boots = asyncio.run(run())
+    assert len(boots) == 1
+    assert None not in boots
+
+
+def test_an_endpoint_is_of_one_attempt(store: Any) -> None:
+    async def run() -> None:
+        endpoint = StoreFences(store, rank=T0, run="r", attempt=1)
+        await endpoint.connect()
+        with pytest.raises(PlanError, match="make one for each attempt"):
+            await endpoint.missing(world_over(store).call())
+        await endpoint.close()
+
+    asyncio.run(run())
+
+
+def test_a_closed_endpoint_says_so(store: Any) -> None:
+    async def run() -> None:
+        world = world_over(store, 1)
+        await world.open()
+        await world.close()
+        with pytest.raises(StoreLost, match="the transport was closed"):
+            await world.ends[T0].arrive(world.call(), arrives(world.call(), T0))
+
+    asyncio.run(run())
+
+
+def test_a_full_default_executor_holds_nobody_up(store: Any) -> None:
+    release = threading.Event()
+
+    async def run() -> float:
+        loop = asyncio.get_running_loop()
+        for _ in range(64):
+            loop.run_in_executor(None, release.wait)
+        world = world_over(store)
+        await world.open()
+        since = time.monotonic()
+        got = await world.all_arrive(world.call())
+        took = time.monotonic() - since
+        assert all(isinstance(answer, Opened) for answer in got)
+        await world.close()
+        release.set()
+        return took
+
+    assert asyncio.run(run()) < 5
+
+
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_cancelling_at_any_point_breaks_the_fence_or_finds_it_open(store: Any, steps: int) -> None:
+    """The wait is cancelled after so many turns of the loop."""
+
+    async def run() -> None:
+        world = world_over(store, 2)
+        await world.open()
+        one, two = world.ranks
+        call = world.call(deadline_s=5.0)
+        first = asyncio.ensure_future(world.arrive(one, call))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        first.cancel()
+        since = time.monotonic()
+        other = await world.arrive(two, call)
+        took = time.monotonic() - since
+        answer = (await asyncio.gather(first, return_exceptions=True))[0]
+        if isinstance(answer, asyncio.CancelledError):
+            assert not isinstance(other, Opened) or steps > 2
+        assert took < 4, "it broke at the deadline, not at the cancellation"
+        await world.close()
+
+    asyncio.run(run())
+
+
+def test_an_observer_may_tell_before_anybody_has_come(store: Any) -> None:
+    async def run() -> None:
+        world = world_over(store, 2)
+        await world.open()
+        one, two = world.ranks
+        observer = StoreFences.observer(store, run=world.run)
+        assert isinstance(observer, StoreObserver)
+        await observer.connect()
+        cause = RootCause(kind="dead", ranks=(two,), error="exit status 1")
+        await observer.report_lost(cause, incarnation=0)
+        answer = await world.arrive(one, world.call())
+        assert getattr(answer, "cause", None) == cause
+        await observer.close()
+        await world.close()
+
+    asyncio.run(run())
+
+
+def test_a_fork_is_told_to_make_its_own(store: Any) -> None:
+    async def run() -> None:
+        world = world_over(store, 1)
+        await world.open()
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                world.ends[T0]._check(world.call())  # type: ignore[attr-defined]
+            except PlanError as error:
+                os.write(write, str(error).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert b"a fork has none of their threads" in os.read(read, 4096)
+        os.close(read)
+        os.close(write)
+        await world.close()
+
+    asyncio.run(run())
+
+
+def test_without_a_process_group_there_is_no_default_store() -> None:
+    with pytest.raises(PlanError, match="hand it to StoreFences"):
+        default_store()
+
+
+def test_the_store_of_a_default_group_carries_fences_without_its_collectives() -> None:
+    dist: Any = import_module("torch.distributed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+
+        async def run() -> None:
+            world = world_over(default_store(), 3)
+            await world.open()
+            got = await world.all_arrive(world.call())
+            assert all(isinstance(answer, Opened) for answer in got)
+            await world.close()
+
+        asyncio.run(run())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_kernel_tells_of_a_process_that_ends() -> None:
+    async def run() -> list[str]:
+        told: list[str] = []
+        over = asyncio.Event()
+
+        def gone(who: str, pid: int) -> None:
+            told.append(who)
+            if len(told) == 3:
+                over.set()
+
+        neighbours = Neighbours(gone)
+        process = await asyncio.create_subprocess_exec("sleep", "0.3")
+        started = started_at(process.pid)
+        assert started is not None
+        neighbours.watch("sleeper", process.pid, started)
+        neighbours.watch("another of its number", process.pid, started + 1)
+        neighbours.watch("nobody", 2**22 - 7, 1)
+        assert told == ["another of its number", "nobody"]
+        await asyncio.wait_for(over.wait(), 10)
+        await process.wait()
+        neighbours.close()
+        return told
+
+    assert asyncio.run(run())[-1] == "sleeper"
+    assert host_id()
