@@ -161,7 +161,7 @@ def deadline(size: int, rank: Rank, generation: int) -> Process:
     """A rank's patience ends, at any time while it waits."""
     return Process(
         f"deadline of {rank}",
-        lambda: expiring(SPACE, call(size, generation), writer(rank, 0)),
+        lambda: expiring(SPACE, call(size, generation), writer(rank, 0), {}),
         when=lambda view: str(rank) in view.waits,
     )
 

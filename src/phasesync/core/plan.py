@@ -438,10 +438,7 @@ class _Resolver:
         named = step.scope
         if named in self.options:
             named = str(self.options[named])
-        if named == WORLD:
-            scope = WORLD
-        else:
-            scope = f"{named}/{self._parts(named)[at]}"
+        scope = WORLD if named == WORLD else f"{named}/{self._parts(named)[at]}"
         return Wait(
             step.name,
             self._numbers[scope],

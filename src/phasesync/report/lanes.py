@@ -22,7 +22,7 @@ from phasesync.core.model import OptionValue
 from phasesync.core.plan import Act, Plan, Wait
 from phasesync.core.properties import Violation
 
-__all__ = ("Row", "draw", "folded", "rows")
+__all__ = ("Row", "draw", "folded", "memory", "rows")
 
 SHOWN = 12
 LANES_MAX = 6
@@ -163,3 +163,16 @@ def _held(plan: Plan, system: System, violations: Sequence[Violation]) -> list[s
         ]
         lines.append(f"{device} holds: {', '.join(held) or 'nothing'}")
     return lines
+
+
+def memory(plan: Plan, system: System) -> list[list[tuple[str, str]]]:
+    """What each device holds: (resource, state), whatever is not free."""
+    width = len(plan.protocol.resources)
+    return [
+        [
+            (str(resource.name), _MAPPED[mapped_of(system.cells[device * width + at])])
+            for at, resource in enumerate(plan.protocol.resources)
+            if mapped_of(system.cells[device * width + at]) is not Mapped.NO
+        ]
+        for device in range(len(plan.devices))
+    ]

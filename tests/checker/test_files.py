@@ -1,0 +1,119 @@
+"""What `check` writes for other programs: SARIF, JUnit, pytest, HTML, and Promela against Spin."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from phasesync.checker import Report, Settings, check
+from phasesync.checker.mutants import without_fence
+from phasesync.checker.search import search
+from phasesync.checker.space import Space
+from phasesync.core.kernel import Faults
+from phasesync.core.plan import Plan, resolve
+from phasesync.report.check_files import junit, sarif, written_test
+from phasesync.report.check_html import html
+from phasesync.report.check_promela import promela
+from phasesync.spec import load
+
+QUICK = Settings(any_n=False)
+COLOCATED = load("colocated")
+
+
+@pytest.fixture(scope="module")
+def broken() -> Report:
+    return check(COLOCATED, ranks=2, mutate=without_fence("staged"), settings=QUICK)
+
+
+def test_sarif_has_the_run_as_a_code_flow(broken: Report) -> None:
+    body = sarif(broken, "protocols/colocated.yaml", 31)
+    text = json.loads(json.dumps(body))
+    result = text["runs"][0]["results"][0]
+    assert (result["ruleId"], result["level"]) == ("mapped", "error")
+    flow = result["codeFlows"][0]["threadFlows"][0]["locations"]
+    assert len(flow) == 22
+    assert flow[-1]["location"]["message"]["text"] == "22: trainer/0 start load"
+
+
+def test_junit_counts_undecided_as_an_error(broken: Report) -> None:
+    tree = ElementTree.fromstring(junit(broken))
+    assert (tree.get("failures"), tree.get("errors")) == ("2", "0")
+    few = check(COLOCATED, ranks=4, settings=Settings(any_n=False, states_max=500))
+    tree = ElementTree.fromstring(junit(few))
+    assert (tree.get("failures"), tree.get("errors")) == ("0", "2")
+
+
+def test_html_is_one_page_with_the_run_in_it(broken: Report) -> None:
+    page = html(broken)
+    assert "<h1>colocated: violated</h1>" in page
+    assert '"text":"start load","bad":true' in page
+    assert "http" not in page.replace("https://json.schemastore.org", "")
+    assert "const run = null;" in html(check(load("basic"), ranks=2, settings=QUICK))
+
+
+def test_a_written_test_fails_until_the_protocol_is_mended(broken: Report, tmp_path: Path) -> None:
+    case = broken.counterexample
+    assert case is not None
+    mended = tmp_path / "test_mended.py"
+    mended.write_text(written_test(case, "colocated"))
+    source = (Path(__file__).parents[2] / "protocols/colocated.yaml").read_text(encoding="utf-8")
+    loose = re.sub(r"  - fence: staged.*?deadline_s: 300\n", "", source, flags=re.DOTALL)
+    (tmp_path / "loose.yaml").write_text(loose)
+    pinned = check(load(tmp_path / "loose.yaml"), ranks=2, settings=QUICK).counterexample
+    assert pinned is not None
+    (tmp_path / "test_loose.py").write_text(written_test(pinned, str(tmp_path / "loose.yaml")))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
+
+
+def spin(model: str, folder: Path) -> tuple[int, int]:
+    """States and errors that Spin finds in a model."""
+    missing = [tool for tool in ("spin", "cc") if shutil.which(tool) is None]
+    if missing:
+        if os.environ.get("CI"):
+            pytest.fail(f"{missing[0]} is not installed: apt-get install spin gcc")
+        pytest.skip(f"{missing[0]} is not installed")
+    (folder / "model.pml").write_text(model)
+    for command in (
+        ["spin", "-a", "model.pml"],
+        ["cc", "-O1", "-w", "-DSAFETY", "-DNOREDUCE", "-o", "pan", "pan.c"],
+    ):
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    done = subprocess.run(
+        ["./pan", "-m100000"], cwd=folder, check=True, capture_output=True, text=True
+    )
+    states = re.search(r"(\d+) states, stored", done.stdout)
+    errors = re.search(r"errors: (\d+)", done.stdout)
+    assert states is not None
+    assert errors is not None
+    return int(states[1]), int(errors[1])
+
+
+def explicit(plan: Plan) -> int:
+    return search(Space(plan, Faults(), 2, symmetry=False, reduction=False)).states
+
+
+@pytest.mark.parametrize("name", ["basic", "colocated"])
+def test_spin_counts_the_same_states(name: str, tmp_path: Path) -> None:
+    plan = resolve(load(name), 2)
+    states, errors = spin(promela(plan), tmp_path)
+    assert errors == 0
+    assert states - explicit(plan) in range(4), "Spin also counts the start of the processes"
+
+
+@pytest.mark.parametrize("fence", [fence.name for fence in COLOCATED.fences][:-1])
+def test_spin_refutes_what_we_refute(fence: str, tmp_path: Path) -> None:
+    plan = without_fence(fence)(resolve(COLOCATED, 2))
+    _, errors = spin(promela(plan), tmp_path)
+    assert errors == 1
