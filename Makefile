@@ -43,3 +43,30 @@ $(MAIN)/.ready-$(PINS):
 	@$(MAIN)/bin/python $(PIP) -c constraints.txt torch numpy
 	@$(MAIN)/bin/python $(PIP) -c constraints.txt -e '.[dev,zstd]'
 	@rm -f $(MAIN)/.ready-* && touch $@
+
+# Two releases of verl, each in an environment of its own, over one of what they import on a CPU.
+# The runs end with a table: each fault, what stock verl does, what verl with phasesync does.
+test-verl: $(VERL)-0.9.0/.ready-$(PINS) $(VERL)-0.9.1/.ready-$(PINS)
+	@rm -f $(VERL)/table
+	PHASESYNC_TABLE=$(VERL)/table $(VERL)-0.9.0/bin/python -m pytest $(VERL_ARGS) tests/verl $(TEST_ARGS)
+	PHASESYNC_TABLE=$(VERL)/table $(VERL)-0.9.1/bin/python -m pytest $(VERL_ARGS) tests/verl $(TEST_ARGS)
+	@$(VERL)/bin/python -m tests.verl.table $(VERL)/table
+
+VERL_ARGS  := -o filterwarnings=default -p no:cacheprovider
+VERL_NEEDS := torch numpy tensordict 'ray[default]' omegaconf hydra-core codetiming dill pandas peft \
+  transformers datasets torchdata accelerate pyarrow packaging tensorboard pylatexenc cachetools \
+  pyzmq msgspec fastapi uvicorn nvtx orjson pytest pytest-timeout
+
+$(VERL)-%/.ready-$(PINS): $(VERL)/.ready-$(PINS)
+	@test -x $(VERL)-$*/bin/python || $(PYTHON) -m venv --without-pip $(VERL)-$*
+	@$(VERL)/bin/python $(subst -m pip,-m pip --python $(VERL)-$*/bin/python,$(PIP)) --no-deps verl==$*
+	@echo "import site; site.addsitedir('$$($(VERL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")')" \
+	  > "$$($(VERL)-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/verl-needs.pth"
+	@rm -f $(VERL)-$*/.ready-* && touch $@
+
+$(VERL)/.ready-$(PINS):
+	@echo "making $(VERL) (the first time takes some minutes)"
+	@test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
+	@$(VERL)/bin/python $(PIP) -c constraints-verl.txt $(VERL_NEEDS)
+	@$(VERL)/bin/python $(PIP) -c constraints-verl.txt -e .
+	@rm -f $(VERL)/.ready-* && touch $@

@@ -7,11 +7,13 @@ and a peer's transfer waits for the engine on its own device.
 
 import asyncio
 import logging
+import os
 import sys
 import threading
 import time
 import types
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import verl.workers.engine_workers as ew
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf  # type: ignore[import-not-found]
 from torch.distributed.device_mesh import init_device_mesh
 
 from phasesync.errors import EpochFailed, describe
@@ -35,7 +37,8 @@ ENGINE_TAKES_S = 0.2  # A call that reaches the engine.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What all ranks run. `late` are seconds that a rank's offload takes in epoch 1; `fail` is the
-    rank and the call that raises, in epoch `fail_at`; `other` is configuration of one rank alone.
+    rank and the call that raises, in epoch `fail_at`; `other` is configuration of one rank alone;
+    `meet` says what there is to meet at.
     """
 
     ranks: int = 4
@@ -51,7 +54,7 @@ class Job:
     param_offload: bool = True
     lora: str = "none"
     sleep_level: int = 2
-    group: bool = False
+    meet: str = "default"
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -186,14 +189,21 @@ class Run:
         self.calls: list[str] = []
         self.device = Device(ledger, rank, self.calls)
         self.failed_at: Any = None
-        rollout = {"name": "vllm", "free_cache_engine": True, **job.rollout}
+        rollout = {
+            "name": "vllm",
+            "free_cache_engine": True,
+            "tensor_model_parallel_size": job.replica,
+            **job.rollout,
+        }
         rollout |= job.other.get(rank, {})
         rollout["checkpoint_engine"] = {"backend": "naive"}
         lora = {"rank": 8 if job.lora != "none" else 0, "merge": job.lora == "merge"}
         config = OmegaConf.create({"rollout": rollout, "model": {"lora": lora}})
         shape = (job.ranks // job.replica, job.replica, 1)
         names = ("dp", "infer_tp", "infer_pp")
-        mesh = None if job.group else init_device_mesh("cpu", shape, mesh_dim_names=names)
+        mesh = None
+        if job.meet == "default":
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         self.worker = types.SimpleNamespace(
             config=config,
             rank=rank,
@@ -204,9 +214,12 @@ class Run:
             peft_merge=job.lora == "merge",
             base_sync_done=job.lora != "adapter",
         )
-        if not rollout["free_cache_engine"]:
-            for what in ("weights", "kv_cache"):
-                ledger.give(rank, what)
+        keeps = job.sleep_level == 1 and rollout["name"] == "sglang"
+        if keeps or not job.rollout.get("free_cache_engine", True):
+            ledger.take(rank, "weights")
+
+    def expandable(self, on: bool) -> None:
+        self.calls.append(f"expandable_segments {on}")
 
     def call(self, what: str, **named: Any) -> None:
         said = ", ".join(f"{name}={value!r}" for name, value in named.items())
@@ -253,12 +266,12 @@ def main(job: Job, rank: int, ledger: Ledger, meet: str, said: Any, joined: Any,
     """The process of one rank. `joined` is the driver's join between two calls."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=job.ranks)
-    integration.install(job.mode, **job.settings)
+    integration.install(job.mode, **job.settings, **_MEETS[job.meet](job, rank, meet))
     run = Run(job, rank, ledger)
     run.failed_at = at
     for module in list(_modules_with_device()):
         module.get_torch_device = lambda: run.device
+    ew.set_expandable_segments = run.expandable
 
     async def drive() -> None:
         for _ in range(job.epochs):
@@ -278,6 +291,38 @@ def main(job: Job, rank: int, ledger: Ledger, meet: str, said: Any, joined: Any,
     said.put(None)
     # An actor that raised lives on, as its connections do, until the driver ends the job.
     time.sleep(600)
+
+
+def _default(job: Job, rank: int, meet: str) -> dict[str, Any]:
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=job.ranks)
+    return {}
+
+
+def _group(job: Job, rank: int, meet: str) -> dict[str, Any]:
+    """A group that is not the default one."""
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=job.ranks)
+    group = dist.new_group(list(range(job.ranks)))
+    return {"group": lambda worker: group}
+
+
+def _store(job: Job, rank: int, meet: str) -> dict[str, Any]:
+    """No process group at all, and a store that the user hands over."""
+    store = dist.FileStore(meet, job.ranks)  # type: ignore[attr-defined]
+    return {"store": lambda worker: store}
+
+
+def _nowhere(job: Job, rank: int, meet: str) -> dict[str, Any]:
+    """No process group and no store: what verl puts into each worker's environment is enough."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meet.rpartition(":")[2]}
+    return {}
+
+
+_MEETS: dict[str, Callable[[Job, int, str], dict[str, Any]]] = {
+    "default": _default,
+    "group": _group,
+    "store": _store,
+    "environment": _nowhere,
+}
 
 
 def _modules_with_device() -> Any:

@@ -1,7 +1,8 @@
 """Start the ranks of a job, and collect what they say within a time."""
 
 import queue
-import tempfile
+import secrets
+import socket
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -59,7 +60,8 @@ def run(job: Job, tmp_path: Path, *, within_s: float = 60.0) -> Outcome:
     said: Any = processes.Queue()
     joined = processes.Barrier(job.ranks)
     failed_at = processes.Value("d", 0.0)
-    meet = tempfile.mktemp(dir=tmp_path)
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    meet = f"{tmp_path}/{secrets.token_hex(4)}:{_port()}"
     ranks = [
         processes.Process(
             target=main, args=(job, rank, ledger, meet, said, joined, failed_at), daemon=True
@@ -81,3 +83,10 @@ def run(job: Job, tmp_path: Path, *, within_s: float = 60.0) -> Outcome:
         rank.join()
     assert answers, "no rank said anything"
     return Outcome(job, answers, tmp_path / "runs")
+
+
+def _port() -> int:
+    with socket.socket() as end:
+        end.bind(("127.0.0.1", 0))
+        port: int = end.getsockname()[1]
+        return port

@@ -65,7 +65,7 @@ class Observer:
         groups = replicas(self._worker, ranks)
         protocol = load(_PROTOCOL)
         known = {option.name for option in protocol.options}
-        given = options_of(self._worker, groups) | self._settings.options
+        given = {**options_of(self._worker, groups), **self._settings.options}
         options = {name: value for name, value in given.items() if name in known}
         plan = resolve(protocol, ranks, options, groups={"replica": groups})
         device = TorchDevice(self._module, rank)

@@ -62,6 +62,7 @@ class Worker:
         self._sync: NaiveSync | None = None
         self._plans = 0
         self._told: object = None
+        self._met: tuple[int, int, Any] | None = None
         self._gave_up = False
 
     async def update_weights(self, global_steps: Any) -> None:
@@ -102,7 +103,9 @@ class Worker:
         return True
 
     async def _start(self) -> None:
-        rank, ranks, store = meeting(self._worker, self._settings)
+        if self._met is None:
+            self._met = meeting(self._worker, self._settings)
+        rank, ranks, store = self._met
         groups = replicas(self._worker, ranks)
         options = {**options_of(self._worker, groups), **self._settings.options}
         told = (options, groups)
