@@ -27,6 +27,7 @@ __all__ = (
     "Source",
     "by_run",
     "collect",
+    "epochs",
     "lines",
     "sources",
     "unpacked",
@@ -171,6 +172,29 @@ def lines(path: Path) -> Iterator[Line]:
         ) from error
     except IsADirectoryError as error:
         raise LogError(f"{path}: is a folder") from error
+
+
+def epochs(path: Path) -> Iterator[tuple[list[tuple[int, dict[str, Any]]], list[Line]]]:
+    """A journal an epoch at a time: the lines up to `epoch.end`, and those that are none.
+
+    The same lines as `lines` gives, with less made of each.
+
+    Raises:
+        LogError: the file cannot be opened, or needs a package that is not installed.
+    """
+    block: list[tuple[int, dict[str, Any]]] = []
+    bad: list[Line] = []
+    for line in lines(path):
+        data = line.data
+        if data is None:
+            bad.append(line)
+            continue
+        block.append((line.number, data))
+        if data.get("event") == "epoch.end":
+            yield block, bad
+            block, bad = [], []
+    if block or bad:
+        yield block, bad
 
 
 def _open(path: Path) -> IO[bytes]:

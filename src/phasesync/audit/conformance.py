@@ -68,6 +68,11 @@ class Conformance:
         self._members: dict[str, tuple[int, ...]] = {}
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan that the run agreed on, once its line was seen."""
+        return self._plan
+
+    @property
     def findings(self) -> tuple[Finding, ...]:
         """What the protocol forbids and the log shows, in the order it was seen."""
         return tuple(self._findings)

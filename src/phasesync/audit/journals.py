@@ -21,7 +21,8 @@ from phasesync.audit.auditor import Audit
 from phasesync.audit.clocks import Clocks
 from phasesync.audit.conformance import Conformance
 from phasesync.audit.events import EMPTY, Event, Header, text_of
-from phasesync.audit.merge import Merge, Stream, instance_of
+from phasesync.audit.merge import instance_of
+from phasesync.audit.rounds import Block
 from phasesync.audit.rules.base import Rule
 from phasesync.audit.rules.fences import Exclusive, Lifetime
 from phasesync.audit.rules.memory import Drift
@@ -33,7 +34,7 @@ from phasesync.audit.vocabulary import Meaning
 from phasesync.core.protocol import Protocol
 from phasesync.core.wire import sha256
 
-__all__ = ("DECLARED", "FORMAT", "JournalAudit", "audit_journals")
+__all__ = ("DECLARED", "FORMAT", "JournalAudit")
 
 FORMAT: Final = 1
 EVENTS: Final = frozenset(
@@ -219,6 +220,28 @@ class JournalAudit:
             self._note(f"{name}: lines {rank.seq + 1} to {seq - 1} are missing", where, SUSPECTED)
         else:
             self._note(f"{name}: line {seq} again; the same journal twice?", where, SUSPECTED)
+
+    def skip(self, name: str, file: str, block: Block) -> None:
+        """Take in an epoch of a rank that was judged as a whole."""
+        rank = self._ranks.setdefault(name, _Rank())
+        number, line = block.lines[-1]
+        rank.seq = line["seq"]
+        rank.epoch = line["epoch"]
+        rank.last = Evidence(file, number)
+        rank.status, rank.phase, rank.stopped = "ended", None, False
+        self.at += len(block.lines)
+        self.audit.events += len(block.lines)
+
+    def oddities(self) -> int:
+        """How much there is to say so far; an epoch that adds nothing to it was as it should be."""
+        found = len(self.conformance.findings) if self.conformance is not None else 0
+        return (
+            found
+            + len(self.audit.findings)
+            + len(self.audit.facts.failures)
+            + len(self._causes)
+            + len(self._counts)
+        )
 
     def bad(self, file: str, raw: RawLine) -> None:
         """A line that could not be read."""
@@ -648,18 +671,3 @@ _TAKERS: Final[dict[str, _Taker]] = {
     "rank.exit": JournalAudit._exit,
     "plan": JournalAudit._plan,
 }
-
-
-def audit_journals(
-    run: str,
-    streams: Iterable[Stream],
-    members: Iterable[str],
-    protocol: Callable[[str], Protocol | None],
-    *,
-    declared: bool = True,
-) -> Answer:
-    """The verdict on the journals of one run; `members` are the ranks that should have one."""
-    audit = JournalAudit(run, members, protocol, declared=declared)
-    for file, number, line in Merge(list(streams), audit.bad):
-        audit.feed(file, number, line)
-    return audit.answer()

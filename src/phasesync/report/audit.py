@@ -6,15 +6,14 @@ unescaped.
 """
 
 import resource
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from phasesync import logs
 from phasesync.audit import Answer, audit_trace
 from phasesync.audit.events import text_of
-from phasesync.audit.journals import audit_journals
-from phasesync.audit.merge import Stream
+from phasesync.audit.replay import EpochFile, audit_journals
 from phasesync.core.protocol import Protocol
 from phasesync.errors import InputError, LogError, ProtocolError
 from phasesync.spec import load
@@ -26,6 +25,8 @@ WORST: Final = (*BAD, "inconclusive", "ok")
 _OK, _BROKEN, _UNDECIDED = 0, 1, 3
 _SHOWN: Final = 8
 _FOUND_BESIDE: Final = "protocol.yaml"
+_TELL: Final = 4096
+_T = TypeVar("_T", logs.Line, tuple[list[Any], list[logs.Line]])
 
 
 def audit_paths(
@@ -88,7 +89,7 @@ def _journals(
                 return _loaded(file)
         return _loaded(name)
 
-    streams = [Stream(each.name, _counted(logs.lines(each.path), progress)) for each in files]
+    streams = [EpochFile(each.name, _counted(logs.epochs(each.path), progress)) for each in files]
     members = [name for each in files for name in each.members]
     declared = any(find(each.protocol) is not None for each in files if each.protocol)
     return audit_journals(run, streams, members, find, declared=declared)
@@ -110,22 +111,19 @@ def _open_many(files: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _counted(
-    lines: Iterable[logs.Line], progress: Callable[[int], None] | None
-) -> Iterable[logs.Line]:
-    if progress is None:
-        return lines
-    return _telling(lines, progress)
+def _counted(items: Iterator[_T], progress: Callable[[int], None] | None) -> Iterator[_T]:
+    return items if progress is None else _telling(items, progress)
 
 
-def _telling(lines: Iterable[logs.Line], progress: Callable[[int], None]) -> Iterable[logs.Line]:
+def _telling(items: Iterator[_T], progress: Callable[[int], None]) -> Iterator[_T]:
     count = 0
-    for line in lines:
-        yield line
-        count += 1
-        if count % 4096 == 0:
-            progress(4096)
-    progress(count % 4096)
+    for item in items:
+        yield item
+        count += len(item[0]) if isinstance(item[0], list) else 1
+        if count >= _TELL:
+            progress(count)
+            count = 0
+    progress(count)
 
 
 def audit_run(folder: Path) -> tuple[int, list[str]]:
