@@ -36,6 +36,11 @@ class Instance:
     hearers: dict[Hear, None] = field(default_factory=dict)
     arrived: set[Rank] = field(default_factory=set)
     troubled: bool = False
+    _members: frozenset[Rank] = frozenset()
+    _counted: set[tuple[Rank, int, str]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._members = frozenset(self.call.members)
 
     def hear(self, hear: Hear) -> None:
         """Call `hear` with the verdict: now, if there is one, else when there is."""
@@ -49,8 +54,7 @@ class Instance:
 
     def judged(self, arrival: Arrival) -> bool:
         """Whether this very arrival was among those judged."""
-        mine = (arrival.rank, arrival.incarnation, arrival.nonce)
-        return any((a.rank, a.incarnation, a.nonce) == mine for a in self.arrivals)
+        return (arrival.rank, arrival.incarnation, arrival.nonce) in self._counted
 
     def answer_for(self, rank: Rank | None) -> FenceVerdict | None:
         """The verdict; who decided it gets it marked as its own."""
@@ -67,13 +71,14 @@ class Instance:
         self.troubled |= (
             not arrival.ok
             or arrival.rank in self.arrived
-            or arrival.rank not in self.call.members
+            or arrival.rank not in self._members
             or arrival.digest != first.digest
             or (arrival.fence, arrival.epoch, arrival.version)
             != (first.fence, first.epoch, first.version)
         )
         self.arrivals.append(arrival)
         self.arrived.add(arrival.rank)
+        self._counted.add((arrival.rank, arrival.incarnation, arrival.nonce))
 
     def judge(
         self,

@@ -90,6 +90,7 @@ class TcpCoordinator:
         self._server: asyncio.Server | None = None
         self._peers: set[_Peer] = set()
         self._hubs: dict[tuple[str, int], Hub] = {}
+        self._lists: dict[tuple[str, int], tuple[Rank, ...]] = {}
         self._refused: set[str] = set()
 
     @property
@@ -118,6 +119,13 @@ class TcpCoordinator:
 
     def hub(self, run: str, attempt: int) -> Hub:
         return self._hubs.setdefault((run, attempt), Hub())
+
+    def members(self, digest: str, ranks: Sequence[Any]) -> tuple[Rank, ...]:
+        """A list of members, made once: each of N ranks sends all N."""
+        known = self._lists.get((digest, len(ranks)))
+        if known is None:
+            known = self._lists[digest, len(ranks)] = ranks_from_json(ranks)
+        return known
 
     def joined(self, peer: "_Peer") -> None:
         self._peers.add(peer)
@@ -242,7 +250,7 @@ class _Peer(asyncio.Protocol):
         self._done(request, self._coordinator.boot)
 
     def members(self, digest: str, ranks: Sequence[Any]) -> None:
-        self._members[digest] = ranks_from_json(ranks)
+        self._members[digest] = self._coordinator.members(digest, ranks)
 
     def arrive(self, request: int, said: Sequence[Any], line: str) -> None:
         call, arrival = self._call(said), _arrival(line)
@@ -283,7 +291,7 @@ class _Peer(asyncio.Protocol):
                 timer.cancel()
             decided = arrival is not None and instance.decider == arrival.rank
             judged = arrival is None or instance.judged(arrival)
-            said = _VERDICTS.text(instance, verdict, with_arrivals=decided)
+            said = _VERDICTS.text(verdict, with_arrivals=decided)
             self._send(Answer(request, order, judged, decided, None), said)
 
         def stop() -> None:
@@ -346,14 +354,18 @@ class _LastVerdict:
 
     def __init__(self) -> None:
         self._of: FenceVerdict | None = None
+        self._carries = False
         self._text = b""
 
-    def text(self, instance: Instance, verdict: FenceVerdict, *, with_arrivals: bool) -> bytes:
-        carries = any(a.payload for a in verdict.arrivals) and isinstance(verdict, Opened)
-        if with_arrivals and not carries:
-            return verdict_bytes(verdict, with_arrivals=True)
+    def text(self, verdict: FenceVerdict, *, with_arrivals: bool) -> bytes:
+        """Payloads go to everybody, the other arrivals to who decided alone."""
         if verdict is not self._of:
-            self._of, self._text = verdict, verdict_bytes(verdict, with_arrivals=carries)
+            opened = isinstance(verdict, Opened)
+            self._carries = opened and any(a.payload for a in verdict.arrivals)
+            self._text = verdict_bytes(verdict, with_arrivals=self._carries)
+            self._of = verdict
+        if with_arrivals and not self._carries:
+            return verdict_bytes(verdict, with_arrivals=True)
         return self._text
 
 
