@@ -152,6 +152,12 @@ async def _killed(_: Part) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+async def _doomed(part: Part) -> None:
+    """Be killed in the middle of whatever is done then, by a timer in the kernel."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, part.late_s)
+
+
 async def _frozen(_: Part) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -163,6 +169,7 @@ ACTS: dict[str, Callable[[Part], Any]] = {
     "epoch": _nothing,
     "late": _late,
     "killed": _killed,
+    "doomed": _doomed,
     "frozen": _frozen,
 }
 

@@ -25,6 +25,17 @@ from phasesync.fences.inprocess import InProcessFences
 from phasesync.fences.store import StoreFences
 from phasesync.fences.tcp import TcpCoordinator, TcpFences
 from phasesync.testing import FenceWorld, arrives
+from tests.fences.processes import (
+    Part,
+    hosted,
+    rank_of,
+    results,
+    running,
+    store_host,
+    store_rank,
+    tcp_host,
+    tcp_rank,
+)
 
 COUNT = int(os.environ.get("PHASESYNC_FAULTS", "240"))
 DEADLINE_S = 0.5
@@ -238,3 +249,34 @@ def test_faults_over_a_store(kind: str, share: int) -> None:
     while threads() and time.monotonic() < until:
         time.sleep(0.05)
     assert threads() == set()
+
+
+PROCESS_COUNT = max(COUNT // 40, 1)
+
+
+@pytest.mark.parametrize("seed", range(PROCESS_COUNT))
+@pytest.mark.parametrize("kind", ["store", "tcp"])
+def test_a_process_killed_between_any_two_operations(kind: str, seed: int) -> None:
+    """Fences as fast as they go, and a kernel timer that kills one rank somewhere in them."""
+    rng = random.Random(seed)
+    host_of, rank_process = {"store": (store_host, store_rank), "tcp": (tcp_host, tcp_rank)}[kind]
+    victim, size = rng.randrange(3), 3
+    with hosted(host_of) as host:
+        part = Part(
+            number=0,
+            size=size,
+            run=secrets.token_hex(4),
+            address=("tcp", host.address) if kind == "store" else host.address,
+            deadline_s=10.0,
+            generations=100_000,
+        )
+        parts = [replace(part, number=n) for n in range(size)]
+        parts[victim] = replace(part, number=victim, act="doomed", late_s=rng.uniform(0.05, 0.4))
+        with running(rank_process, parts) as started:
+            seen = results(started, 60.0)
+    assert sorted(seen) == [n for n in range(size) if n != victim]
+    one, two = seen.values()
+    assert one.outcomes == two.outcomes, "the survivors saw different verdicts"
+    kind_of_end, cause = one.last
+    assert (kind_of_end, cause.kind, cause.ranks) == ("broken", "dead", (rank_of(victim),))
+    assert max(one.waited_s[-1], two.waited_s[-1]) < 5, "they waited for the deadline"
