@@ -4,12 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.demo.demos import played, waited
+from tests.demo.demos import played, same_screen, waited
 
 
-def test_three_epochs_serve_what_was_trained(tmp_path: Path) -> None:
-    demo = played(tmp_path, backend="inprocess")
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where runs go, short as a user's own."""
+    monkeypatch.chdir(tmp_path)
+    return Path("runs")
+
+
+def test_three_epochs_serve_what_was_trained(runs: Path) -> None:
+    demo = played(runs, backend="inprocess")
     assert demo.code == 0, demo.shown
+    same_screen(demo, "colocated")
     proofs = demo.of("phase.progress", phase="serve")
     assert len(proofs) == 3 * 4
     for epoch in (1, 2, 3):
@@ -20,27 +28,28 @@ def test_three_epochs_serve_what_was_trained(tmp_path: Path) -> None:
     assert max(losses[-4:]) < min(losses[:4]), "it learns"
 
 
-def test_basic_holds_too(tmp_path: Path) -> None:
-    demo = played(tmp_path, backend="inprocess", protocol="basic", epochs=2, ranks=2)
+def test_basic_holds_too(runs: Path) -> None:
+    demo = played(runs, backend="inprocess", protocol="basic", epochs=2, ranks=2)
     assert demo.code == 0, demo.shown
+    same_screen(demo, "basic")
     assert len(demo.of("phase.progress", phase="rollout", outputs=768)) == 2
 
 
-def test_with_the_fence_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
-    demo = played(tmp_path, backend="inprocess", ranks=2, epochs=1, slow="1")
+def test_with_the_fence_a_slow_rank_is_waited_for(runs: Path) -> None:
+    demo = played(runs, backend="inprocess", ranks=2, epochs=1, slow="1")
     assert demo.code == 0, demo.shown
     assert waited(demo, "trainer/1").startswith("at memory_released")
 
 
-def test_a_slow_engine_makes_its_leader_waited_for(tmp_path: Path) -> None:
-    demo = played(tmp_path, backend="inprocess", ranks=2, epochs=1, slow="engine/0")
+def test_a_slow_engine_makes_its_leader_waited_for(runs: Path) -> None:
+    demo = played(runs, backend="inprocess", ranks=2, epochs=1, slow="engine/0")
     assert demo.code == 0, demo.shown
     assert waited(demo, "trainer/0").startswith("at ready_to_serve")
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_without_the_fence_kv_never_fits(seed: int, tmp_path: Path) -> None:
-    demo = played(tmp_path, backend="inprocess", ranks=2, break_fence=True, seed=seed)
+def test_without_the_fence_kv_never_fits(seed: int, runs: Path) -> None:
+    demo = played(runs, backend="inprocess", ranks=2, break_fence=True, seed=seed)
     assert demo.code == 1
     (refused,) = demo.of("phase.fail", phase="resume_kv")
     assert refused["error_type"] == "DeviceOutOfMemory"
@@ -49,3 +58,11 @@ def test_without_the_fence_kv_never_fits(seed: int, tmp_path: Path) -> None:
     told = " ".join(row.strip() for row in demo.screen)
     assert "violation R-FENCE at resume_kv in epoch 1; guilty: trainer/0" in told
     assert "/cpu1: kv_cache and staging together, held by trainer/1" in told
+
+
+def test_without_the_fence_the_other_replica_goes_on(runs: Path) -> None:
+    demo = played(runs, backend="inprocess", break_fence=True)
+    assert demo.code == 1
+    same_screen(demo, "break-fence")
+    served = {line["rank"] for line in demo.of("phase.end", phase="serve")}
+    assert served == {2, 3}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.demo.demos import Played, journals, played, waited
+from tests.demo.demos import Played, journals, played, same_screen, waited
 
 SCRATCH = (Path(tempfile.gettempdir()), Path("/dev/shm"))
 
@@ -90,9 +90,13 @@ def test_without_the_fence_the_other_device_refuses(seed: int, tmp_path: Path) -
     assert "/cpu1: kv_cache and staging together, held by trainer/1" in told
 
 
-def test_a_killed_rank_is_named_by_all_survivors_at_once(tmp_path: Path) -> None:
-    demo = played(tmp_path, kill="3@offload")
+def test_a_killed_rank_is_named_by_all_survivors_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    demo = played(Path("runs"), kill="3@offload")
     assert demo.code == 1
+    same_screen(demo, "kill")
     last = max(demo.of("phase.start", rank=3), key=lambda line: int(line["seq"]))
     assert last["phase"] == "offload"
     assert not demo.of("rank.exit", rank=3), "it had no time for a word"

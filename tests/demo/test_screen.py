@@ -1,81 +1,60 @@
-"""The last screen: it fits, and it is the stored one but for times. REWRITE=1 writes it anew."""
+"""The last screen always fits, whatever happened to however many ranks."""
 
-import os
-import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from phasesync.demo.screen import HEIGHT, WIDTH
-from tests.demo.demos import Played, played
+from phasesync.core.model import Rank
+from phasesync.core.plan import Act
+from phasesync.demo.ending import Ending, RankEnd
+from phasesync.demo.screen import screen_of
+from phasesync.demo.settings import DemoSettings, Script, script_of
+from tests.demo.demos import fits
 
-STORED = Path(__file__).parent / "screens"
-
-CASES: dict[str, dict[str, object]] = {
-    "colocated": {},
-    "break-fence": {"break_fence": True},
-    "basic": {"protocol": "basic", "ranks": 2, "epochs": 2},
-    "kill": {"kill": "3@offload", "backend": "torch"},
-}
+LONG = "trainer/0 failed in phase 'resume_kv': DeviceOutOfMemory: " + "someone holds a lot, " * 30
 
 
-def masked(demo: Played) -> str:
-    """The screen with what differs from run to run masked: times, lanes, bars, names of folders.
-
-    Lines are joined again where they were broken, since that depends on what is masked.
-    """
-    rows: list[str] = []
-    for row in demo.screen:
-        if row.startswith(VARY):
-            continue
-        if row.startswith("  ") and not row.startswith(NEW) and "|epoch" not in row:
-            rows[-1] += row[1:]
-        else:
-            rows.append(row)
-    text = "\n".join(rows)
-    for pattern, instead in MASKS:
-        text = re.sub(pattern, instead, text, flags=re.MULTILINE)
-    return text.replace(demo.folder.name, "<run>") + "\n"
-
-
-#: Whom a busy machine made late, and whether two noticed a death in their own words.
-VARY = ("waited for: ", "  also trainer/3 died")
-NEW = ("  because", "  see", "  also", "  waiting", "  record", "  possible")
-MASKS = (
-    (r"^(trainer/\d+|cpu\d+)  +.*(?<!: done)$", r"\1 <over time>"),
-    (r"\|epoch (\d+) *", r"|epoch \1 "),
-    (r"\d+\.\d s", "#.# s"),
-    (r"\b[\w.-]+(?=/cpu\d)", "<host>"),
-    (r"(jsonl):\d+", r"\1:#"),
-    (r"(?<=trainer/3 died).*", " <as noticed first>"),
-    (r" *! cut off", ""),  # Whether a break finds a rank in a phase or between two.
-    (r" +$", ""),
-)
+def lines_of(script: Script) -> list[dict[str, Any]]:
+    """A run in which every rank does every phase of its own and waits at a fence after each."""
+    lines: list[dict[str, Any]] = []
+    for at, rank in enumerate(script.plan.members):
+        common = {"role": rank.role, "rank": rank.number, "host": "vm", "epoch": 1}
+        common["device"] = script.devices[at]
+        told: list[dict[str, Any]] = [{"event": "epoch.begin"}]
+        for step in script.plan.programs[at]:
+            if isinstance(step, Act):
+                told.append({"event": "phase.start", "phase": step.phase})
+                told.append({"event": "phase.end", "phase": step.phase, "free_bytes": at * 2**20})
+            else:
+                key = {"fence": step.fence, "scope": "world", "generation": len(told)}
+                told.append({"event": "fence.arrive", "status": "ok", **key})
+                told.append({"event": "fence.pass", **key})
+        for seq, line in enumerate(told):
+            lines.append({**common, **line, "seq": seq, "mono_ns": (seq * 16 + at) * 10**8})
+    return lines
 
 
-def fits(screen: list[str]) -> None:
-    assert len(screen) <= HEIGHT
-    assert max(map(len, screen)) <= WIDTH
+@pytest.mark.parametrize("ranks", [2, 4, 8, 10, 16])
+@pytest.mark.parametrize("cause", ["", LONG])
+def test_any_number_of_ranks_fits(ranks: int, cause: str, tmp_path: Path) -> None:
+    settings = DemoSettings(ranks=ranks)
+    script = script_of(settings, run="wide", runs=Path("runs"), host="a-host-with-a-name")
+    ends = [RankEnd(rank, "failed", cause) for rank in script.plan.members[:-1]]
+    ends.append(RankEnd(script.plan.members[-1], "died", "killed by SIGKILL"))
+    verdict = ["violation R-FENCE; guilty: trainer/0", *(f"  see line {n}" for n in range(50))]
+    ending = Ending(ranks=tuple(ends), survived_s=1.0)
+    screen = [row.plain for row in screen_of(script, ending, lines_of(script), verdict)]
+    fits(screen)
+    assert "violation R-FENCE; guilty: trainer/0" in screen
+    assert screen[-1] == "audit it:  phasesync audit runs/wide"
+    assert any("more ranks" in row for row in screen) == (ranks > 8)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_last_screen_is_the_stored_one(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    settings: dict[str, object] = {"backend": "inprocess", **CASES[name]}
-    demo = played(Path("runs"), **settings)
-    fits(demo.screen)
-    stored = STORED / f"{name}.txt"
-    if os.environ.get("REWRITE"):
-        stored.parent.mkdir(exist_ok=True)
-        stored.write_text(masked(demo))
-    assert masked(demo) == stored.read_text()
-
-
-def test_many_ranks_fit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    demo = played(Path("runs"), backend="inprocess", ranks=10, epochs=1, break_fence=True)
-    fits(demo.screen)
-    assert "... and 2 more ranks" in demo.screen
-    assert any(row.startswith("violation R-FENCE at resume_kv") for row in demo.screen)
+def test_a_path_is_never_broken(tmp_path: Path) -> None:
+    deep = tmp_path / ("with a space " * 8)
+    script = script_of(DemoSettings(ranks=2), run="deep", runs=deep, host="vm")
+    done = Ending(ranks=tuple(RankEnd(rank, "done") for rank in script.plan.members))
+    screen = screen_of(script, done, lines_of(script), ["ok"])
+    assert screen[-1].plain == f"audit it:  phasesync audit '{deep}/deep'"
+    assert Rank.parse("1") == script.plan.members[1]
