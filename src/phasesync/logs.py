@@ -36,6 +36,7 @@ __all__ = (
 LINE_MAX: Final = 1 << 20
 PACKED: Final = (".pack.tar", ".pack.tar.gz", ".pack.tar.zst")
 _CHUNK: Final = 1 << 16
+_PIECE: Final = 1 << 18
 _PACK: Final = 1
 _MANIFEST: Final = "pack.json"
 _FILES_MAX: Final = 1_000_000
@@ -184,17 +185,51 @@ def epochs(path: Path) -> Iterator[tuple[list[tuple[int, dict[str, Any]]], list[
     """
     block: list[tuple[int, dict[str, Any]]] = []
     bad: list[Line] = []
-    for line in lines(path):
-        data = line.data
-        if data is None:
-            bad.append(line)
+    number = 0
+    for raw in _pieces(path, bad):
+        number += 1
+        if raw is None:
+            bad.append(Line(number, None, f"longer than {LINE_MAX >> 20} MiB; skipped"))
             continue
-        block.append((line.number, data))
+        try:
+            data = decode(raw)
+        except (JsonError, RecursionError):
+            if raw and not raw.isspace():
+                bad.append(Line(number, None, _why_bad(raw)))
+            continue
+        if type(data) is not dict:
+            bad.append(Line(number, None, "not a JSON object"))
+            continue
+        block.append((number, data))
         if data.get("event") == "epoch.end":
             yield block, bad
             block, bad = [], []
     if block or bad:
         yield block, bad
+
+
+def _pieces(path: Path, bad: list[Line]) -> Iterator[bytes | None]:
+    """The lines of a file without their ends, in large pieces; None for one that is too long."""
+    with _open(path) as stream:
+        rest = b""
+        while True:
+            try:
+                piece = stream.read(_PIECE)
+            except (EOFError, OSError, zlib.error) as error:
+                bad.append(Line(0, None, f"the file ends early: {error}"))
+                piece = b""
+            if not piece:
+                if rest:
+                    yield rest if len(rest) <= LINE_MAX else None
+                return
+            if b"\n" not in piece:
+                # A line longer than any: what was read of it is enough to know that.
+                rest = (rest + piece)[: LINE_MAX + 1]
+                continue
+            found = (rest + piece).split(b"\n")
+            rest = found.pop()
+            for raw in found:
+                yield raw if len(raw) <= LINE_MAX else None
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -246,6 +281,8 @@ def _lines(stream: IO[bytes]) -> Iterator[Line]:
 
 
 def _why_bad(raw: bytes) -> str:
+    if not raw.endswith((b"}", b"\n", b"\r")) and b"\0" not in raw:
+        return "torn off"
     if b"\0" in raw:
         return "holds NUL bytes; a file system or a crash left them"
     return "not JSON"

@@ -21,6 +21,7 @@ from phasesync.audit.auditor import Audit
 from phasesync.audit.clocks import Clocks
 from phasesync.audit.conformance import Conformance
 from phasesync.audit.events import EMPTY, Event, Header, text_of
+from phasesync.audit.luck import Luck
 from phasesync.audit.merge import instance_of
 from phasesync.audit.rounds import Block
 from phasesync.audit.rules.base import Rule
@@ -165,6 +166,7 @@ class JournalAudit:
         self._names: dict[tuple[str, int], str] = {}
         self._planned = False
         self._incomplete: set[str] = set()
+        self._luck: Luck | None = None
 
     # ------------------------------------------------------------------ lines
 
@@ -300,6 +302,11 @@ class JournalAudit:
         phase = str(line.get("phase"))
         kind = _KINDS[event]
         rank.phase = phase if kind in ("start", "progress") else None
+        if self._luck:
+            if kind == "start":
+                self._luck.started(name, phase, where)
+            elif kind == "end":
+                self._luck.ended(name, phase, where)
         attrs: dict[str, Any] | Mapping[str, Any] = EMPTY
         if kind != "progress":
             attrs = {key: line[key] for key in _KEPT if key in line}
@@ -445,6 +452,14 @@ class JournalAudit:
         rank.epoch = epoch if type(epoch) is int else rank.epoch
         rank.stopped = False
         rank.status = "in epoch"
+        if (
+            self._luck is None
+            and self.conformance is not None
+            and self.conformance.plan is not None
+        ):
+            self._luck = Luck(self.conformance.plan)
+        if self._luck:
+            self._luck.begin(name)
 
     def _end(
         self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
@@ -496,7 +511,8 @@ class JournalAudit:
         if self.conformance is not None:
             for finding in self.conformance.findings:
                 self.audit.add(self._believed(finding))
-        for finding in (*self._from_causes(), *lacking):
+        lucky = self._luck.findings() if self._luck else []
+        for finding in (*self._from_causes(), *lacking, *lucky):
             self.audit.add(finding)
         for finding in self.clocks.findings():
             self.audit.add(finding)

@@ -1,4 +1,4 @@
-"""A run's journals into one audit: epoch by epoch where all adds up, line by line where it does not.
+"""A run's journals into one audit: by epochs where all adds up, line by line where it does not.
 
 An epoch may be taken as a whole only if every rank ended it, its shape was judged before, and the
 plan's fences alone order what may not meet; else each line goes through the kernel and all rules.

@@ -26,6 +26,7 @@ __all__ = (
 
 Numbered = tuple[int, dict[str, Any]]
 Shape = tuple[tuple[object, object, int], ...]
+_INFO: Final = {"info"}
 _SHAPES_MAX: Final = 65536
 _VALUES: Final = frozenset(
     {
@@ -122,16 +123,19 @@ def shape_of(block: Block, seq: int) -> tuple[Shape, int] | None:
     """
     if not block.whole:
         return None
-    shape = []
+    lines = [line for _, line in block.lines]
     try:
-        for _, line in block.lines:
-            if line["seq"] != seq or line["level"] != "info":
-                return None
-            seq += 1
-            shape.append((line["event"], line.get("phase") or line.get("fence"), len(line)))
-    except KeyError:
+        last = seq + len(lines)
+        if [line["seq"] for line in lines] != list(range(seq, last)):
+            return None
+        if {line["level"] for line in lines} != _INFO:
+            return None
+        shape = tuple(
+            [(line["event"], line.get("phase") or line.get("fence"), len(line)) for line in lines]
+        )
+    except (KeyError, TypeError):
         return None
-    return tuple(shape), seq - 1
+    return shape, last - 1
 
 
 class Unordered(NamedTuple):

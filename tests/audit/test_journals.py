@@ -1,0 +1,111 @@
+"""Journals of real runs in one event loop: faults are named, and luck is not taken for order."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phasesync import logs
+from phasesync.audit import Answer
+from phasesync.audit.replay import EpochFile, audit_journals
+from phasesync.audit.rounds import unordered
+from phasesync.core.plan import resolve
+from phasesync.core.protocol import FenceDecl, PhaseDecl, Protocol
+from phasesync.report.audit import audit_paths
+from phasesync.spec import load
+from tests.runtime.world import World
+
+FENCES = [step.name for step in load("colocated").steps if isinstance(step, FenceDecl)]
+
+
+def without(protocol: Protocol, fence: str, *, prompt: bool = False) -> Protocol:
+    """The protocol with one fence taken away; `prompt` releases are done when their phase ends."""
+    steps = []
+    for step in protocol.steps:
+        if isinstance(step, FenceDecl) and step.name == fence:
+            continue
+        steps.append(
+            replace(step, enqueued=False) if prompt and isinstance(step, PhaseDecl) else step
+        )
+    return replace(protocol, steps=tuple(steps))
+
+
+def audited(folder: Path, protocol: Protocol) -> Answer:
+    files = logs.sources([folder])
+    members = [name for each in files for name in each.members]
+    streams = [EpochFile(each.name, logs.epochs(each.path)) for each in files]
+    return audit_journals("run", streams, members, lambda _name: protocol)
+
+
+def run(
+    tmp_path: Path, protocol: Protocol, late: Mapping[tuple[int, str], float], ranks: int = 2
+) -> Answer:
+    world = World(ranks, tmp_path, protocol=protocol, epochs=3, late=late, pause_s=0.001)
+    asyncio.run(world.go())
+    return audited(tmp_path, protocol)
+
+
+@pytest.mark.parametrize("phase", ["train", "stage", "offload", "resume_kv", "serve"])
+def test_a_failed_action_is_the_root(tmp_path: Path, phase: str) -> None:
+    world = World(4, tmp_path, epochs=2, fail=(2, phase, 2), pause_s=0.001)
+    asyncio.run(world.go())
+    answer = audit_paths([tmp_path])[0]
+    said = (answer.verdict, answer.rule, answer.guilty, answer.phase, answer.epoch)
+    assert said == ("failure", None, ("trainer/2",), phase, 2)
+
+
+def test_a_late_rank_without_its_fence_is_a_violation(tmp_path: Path) -> None:
+    protocol = without(load("colocated"), "memory_released")
+    answer = run(tmp_path, protocol, {(1, "offload"): 0.05})
+    assert (answer.verdict, answer.rule) == ("violation", "R-FENCE")
+    assert answer.phase == "resume_kv"
+    assert "trainer/0" in answer.guilty
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_luck_is_found_and_named(tmp_path: Path, seed: int) -> None:
+    protocol = without(load("colocated"), "memory_released", prompt=True)
+    late = {(0, "empty_cache"): 0.05 + seed / 1000}  # A slow call of the leader orders the ranks.
+    answer = run(tmp_path, protocol, late)
+    assert answer.verdict == "ok"
+    lucky = [found["what"] for found in answer.findings if "accident" in found["what"]]
+    assert any("resume_kv of trainer/0" in what and "trainer/1" in what for what in lucky)
+    assert any("'empty_cache'" in what for what in lucky)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_the_fence_there_is_no_luck(tmp_path: Path, seed: int) -> None:
+    answer = run(tmp_path, load("colocated"), {(0, "empty_cache"): 0.02 + seed / 1000})
+    assert answer.verdict == "ok"
+    assert not answer.findings
+
+
+def test_fences_alone_order_the_shipped_protocol() -> None:
+    assert not unordered(resolve(load("colocated"), 8, {"replica_size": 4}))
+
+
+@pytest.mark.parametrize("fence", FENCES)
+def test_each_fence_orders_something(fence: str) -> None:
+    plan = resolve(without(load("colocated"), fence), 4, {"replica_size": 2})
+    assert unordered(plan)
+
+
+def test_whole_epochs_are_judged_like_their_lines(tmp_path: Path) -> None:
+    """A ticket that is not of the list that was judged is found in any epoch."""
+    world = World(2, tmp_path, epochs=6, pause_s=0.0)
+    asyncio.run(world.go())
+    assert audit_paths([tmp_path])[0].verdict == "ok"
+    path = tmp_path / "world" / "trainer-1.0.jsonl"
+    text = path.read_text().splitlines()
+    at = next(
+        number
+        for number, line in enumerate(text)
+        if '"fence.pass"' in line and '"epoch":5' in line and '"hash":"' in line
+    )
+    start = text[at].index('"hash":"') + 8
+    text[at] = text[at][:start] + "0" * 64 + text[at][start + 64 :]
+    path.write_text("\n".join(text) + "\n")
+    answer = audit_paths([tmp_path])[0]
+    assert (answer.verdict, answer.rule, answer.epoch) == ("violation", "R-EPOCH", 5)
