@@ -215,6 +215,8 @@ class ModuleOffloader:
             if not handle.uses_sharded_strategy:
                 # A flat parameter that is never sharded is used through views of its memory.
                 handle._use_unsharded_views(as_params=handle._use_orig_params)
+                held = getattr(flat, "_tensors", None) or []
+                held[:] = [None] * len(held)
         for buffer in self.module.buffers() if handles else ():
             buffer.data = buffer.data.to(target)
 
