@@ -18,18 +18,22 @@ from phasesync.errors import InputError, PhasesyncError, ProtocolError
 
 __all__ = ("cli", "main")
 
-#: Which module has which command; a command's dashes are underscores there.
+#: Which module has which command, under its own name (`import_` where that is Python's).
 _COMMANDS = {
     "audit": "phasesync.cli.audit",
+    "bench": "phasesync.cli.bench",
     "check": "phasesync.cli.check",
+    "collect": "phasesync.cli.audit",
     "demo": "phasesync.cli.run",
     "diff": "phasesync.cli.protocols",
     "doctor": "phasesync.cli.run",
     "graph": "phasesync.cli.protocols",
+    "import": "phasesync.cli.audit",
     "init": "phasesync.cli.protocols",
     "lint": "phasesync.cli.protocols",
     "protocols": "phasesync.cli.protocols",
     "show": "phasesync.cli.protocols",
+    "simulate": "phasesync.cli.simulate",
 }
 
 
@@ -43,7 +47,8 @@ class _Commands(click.Group):
         home = _COMMANDS.get(name)
         if home is None:
             return None
-        command: click.Command = getattr(import_module(home), f"{name.replace('-', '_')}")
+        found = import_module(home)
+        command: click.Command = getattr(found, name, None) or getattr(found, f"{name}_")
         return command
 
     def resolve_command(

@@ -1,12 +1,18 @@
 """`phasesync audit`: what happened, to whom, and whose fault it is."""
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
-from phasesync.cli.options import as_json_option, print_json
+from phasesync.cli.options import as_json_option, print_json, read_json, write_text
 
-__all__ = ("audit",)
+__all__ = ("audit", "collect", "import_")
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command()
@@ -15,6 +21,9 @@ __all__ = ("audit",)
 @click.option(
     "--map", "vocabulary", metavar="FILE", help="JSON: a trace's phase names to known ones."
 )
+@click.option("--stats", is_flag=True, help="Durations, stragglers and waits over all epochs.")
+@click.option("--html", type=_FILE, help="Write one page that opens offline.")
+@click.option("--perfetto", type=_FILE, help="Write a trace for ui.perfetto.dev.")
 @click.option("--strict", is_flag=True, help="Findings beside an ok verdict make it exit 3.")
 @as_json_option
 def audit(
@@ -22,35 +31,117 @@ def audit(
     *,
     protocol: str | None,
     vocabulary: str | None,
+    stats: bool,
+    html: Path | None,
+    perfetto: Path | None,
     strict: bool,
     as_json: bool,
 ) -> int:
     """Audit journals and traces: run folders, files, or folders of them."""
     from phasesync.report import audit as report
 
-    answers = report.audit_paths(
-        [Path(path) for path in paths],
-        protocol=protocol,
-        vocabulary=None if vocabulary is None else _mapping(Path(vocabulary)),
-    )
+    renames = None if vocabulary is None else _mapping(Path(vocabulary))
+    with _progress(quiet=as_json) as tell:
+        answers = report.audit_paths(
+            [Path(path) for path in paths],
+            protocol=protocol,
+            vocabulary=renames,
+            progress=tell,
+        )
+    found = _stats(paths) if stats else None
     if as_json:
-        print_json(report.as_json(answers))
+        print_json({**report.as_json(answers), **({"stats": found[0]} if found else {})})
     else:
-        for line in report.as_text(answers):
+        for line in (*report.as_text(answers), *(found[1] if found else ())):
             click.echo(line)
+    if html is not None:
+        from phasesync.report.audit_html import write_html
+
+        write_html(paths, answers, html)
+        click.echo(f"{html}: written", err=True)
+    if perfetto is not None:
+        from phasesync.report.perfetto import write_perfetto
+
+        count = write_perfetto(paths, perfetto)
+        click.echo(f"{perfetto}: {count:,} events; open it in ui.perfetto.dev", err=True)
     return report.exit_code(answers, strict=strict)
 
 
-def _mapping(path: Path) -> dict[str, str]:
-    from phasesync.core import wire
+def _stats(paths: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
+    from phasesync.report import stats
 
-    try:
-        found = wire.decode(path.read_bytes())
-    except OSError as error:
-        raise click.UsageError(f"{path} cannot be read: {error.strerror}") from None
-    except wire.JsonError as error:
-        raise click.UsageError(f"{path} is not JSON: {error}") from None
+    found = stats.stats_of(paths)
+    return stats.as_json(found), ["", *stats.as_text(found)]
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[int], None] | None]:
+    """How many lines are read, on stderr, for people whose logs are long."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} lines"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("audit", total=None)
+        yield lambda count: bar.advance(task, count)
+
+
+def _mapping(path: Path) -> dict[str, str]:
+    found = read_json(path)
     pairs = found.items() if isinstance(found, dict) else [(None, None)]
     if not all(isinstance(name, str) and isinstance(means, str) for name, means in pairs):
         raise click.UsageError(f'{path} must be an object of names: {{"swap_in": "resume_kv"}}')
     return dict(pairs)
+
+
+@click.command("import")
+@click.argument("kind")
+@click.argument(
+    "files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE..."
+)
+@click.option(
+    "--map", "mapping", type=click.Path(path_type=Path), help="For text: what lines mean."
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Not stdout.")
+def import_(
+    kind: str, files: tuple[Path, ...], *, mapping: Path | None, output: Path | None
+) -> None:
+    """Make a trace from logs of systems that do not run phasesync.
+
+    KIND is verl, ray, vllm, sglang, flight-recorder, py-spy or text.
+    """
+    from phasesync.core import wire
+    from phasesync.importers import as_lines, import_logs
+
+    lines = as_lines(import_logs(kind, files, mapping=mapping))
+    text = b"".join(wire.encode(line) + b"\n" for line in lines).decode()
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    write_text(output, text)
+    click.echo(f"{output}: {len(lines) - 1} events; next: phasesync audit {output}")
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="RUN.pack.tar.zst, .gz or plain .pack.tar; left out, RUN.pack.tar.gz.",
+)
+@as_json_option
+def collect(run: Path, *, output: Path | None, as_json: bool) -> None:
+    """Pack the journals of the folder RUN into one file, with what should be in it."""
+    from phasesync import logs
+
+    out = output or run.with_name(f"{run.name}.pack.tar.gz")
+    manifest = logs.collect(run, out)
+    if as_json:
+        print_json(manifest)
+        return
+    hosts = manifest["hosts"]
+    click.echo(f"{out}: journals of {len(hosts)} hosts; next: phasesync audit {out}")

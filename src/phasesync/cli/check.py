@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,14 +12,22 @@ from phasesync.cli.options import (
     OK,
     UNDECIDED,
     as_json_option,
+    option_values,
+    pair_of,
     print_json,
     protocol_argument,
+    write_text,
 )
 from phasesync.core.model import OptionValue
-from phasesync.core.protocol import OptionDecl, Protocol
+from phasesync.core.protocol import Protocol
 from phasesync.core.verdict import Holds, Undecided, Verdict, Violated
 
+if TYPE_CHECKING:
+    from phasesync.checker.report import Report
+
 __all__ = ("check",)
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command()
@@ -36,6 +45,11 @@ __all__ = ("check",)
 @click.option("--no-symmetry", is_flag=True, help="Tell interchangeable ranks apart.")
 @click.option("--no-por", is_flag=True, help="Take every order of independent steps.")
 @click.option("--time-limit", default=10.0, show_default=True, help="Seconds, then undecided.")
+@click.option("--write-test", type=_FILE, help="Write the counterexample as a pytest test.")
+@click.option("--html", type=_FILE, help="Write a page to step through the counterexample.")
+@click.option("--sarif", type=_FILE, help="Write SARIF 2.1.0, for code scanning.")
+@click.option("--junit", type=_FILE, help="Write JUnit XML, for CI.")
+@click.option("--export", type=click.Choice(["promela"]), help="Print the model for Spin instead.")
 @as_json_option
 def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **given: Any) -> int:
     """Whether PROTOCOL is safe for any number of ranks, and if not, the shortest run that shows."""
@@ -47,7 +61,10 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
     from phasesync.spec import load
 
     declared = load(protocol)
-    options = _options(declared, given["options"])
+    options = option_values(declared, given["options"])
+    if given["export"]:
+        click.echo(_promela(declared, given, options), nl=False)
+        return OK
     if mutate:
         end = time.monotonic() + time_limit
         found = survey(
@@ -76,7 +93,40 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
         ),
     )
     _say(report, report_lines(report), as_json=as_json)
+    _write(report, protocol, declared.file, given)
     return _code(report.verdict)
+
+
+def _write(report: "Report", protocol: str, file: str, given: dict[str, Any]) -> None:
+    """The files that were asked for beside the answer."""
+    from phasesync.core import wire
+    from phasesync.report.check_files import junit, sarif, written_test
+    from phasesync.report.check_html import html
+
+    makers: dict[str, Callable[[], str]] = {
+        "html": lambda: html(report),
+        "sarif": lambda: wire.encode(sarif(report, file)).decode() + "\n",
+        "junit": lambda: junit(report),
+    }
+    if (case := report.counterexample) is not None:
+        makers["write_test"] = lambda: written_test(case, protocol)
+    elif given["write_test"] is not None:
+        click.echo("no counterexample, so no test is written", err=True)
+    for name, make in makers.items():
+        path: Path | None = given[name]
+        if path is not None:
+            write_text(path, make())
+            click.echo(f"{path}: written", err=True)
+
+
+def _promela(protocol: Protocol, given: dict[str, Any], options: dict[str, OptionValue]) -> str:
+    from phasesync.core.plan import resolve
+    from phasesync.report.check_promela import promela
+
+    change, _ = _mutation(given)
+    counts = {str(role): given["ranks"] or 2 for role in protocol.active_roles}
+    plan = resolve(protocol, counts, options)
+    return promela(change(plan) if change else plan, given["epochs"] or 2)
 
 
 def _say(value: Any, lines: Iterable[str], *, as_json: bool) -> None:
@@ -111,33 +161,8 @@ def _mutation(given: dict[str, Any]) -> tuple[Callable[..., Any] | None, str | N
         case "without_fence":
             return without_fence(text), f"without fence {text}"
         case "swap":
-            one, two = _pair(text, ",", "--swap A,B")
+            one, two = pair_of(text, ",", "--swap A,B")
             return swapped(one, two), f"{one} and {two} swapped"
         case _:
-            fence, scope = _pair(text, "=", "--scope NAME=SCOPE")
+            fence, scope = pair_of(text, "=", "--scope NAME=SCOPE")
             return rescoped(fence, scope), f"{fence} with scope {scope}"
-
-
-def _pair(text: str, sign: str, usage: str) -> tuple[str, str]:
-    one, found, two = (part.strip() for part in text.partition(sign))
-    if not (one and found and two):
-        raise click.UsageError(f"{text!r} is not of the form {usage}")
-    return one, two
-
-
-def _options(protocol: Protocol, given: Iterable[str]) -> dict[str, OptionValue]:
-    known = {str(decl.name): decl for decl in protocol.options}
-    options: dict[str, OptionValue] = {}
-    for each in given:
-        name, text = _pair(each, "=", "--option K=V")
-        decl = known.get(name)
-        options[name] = text if decl is None else _value(decl, text)
-    return options
-
-
-def _value(decl: OptionDecl, text: str) -> OptionValue:
-    if decl.type == "bool" and text in ("true", "false"):
-        return text == "true"
-    if decl.type == "int" and text.lstrip("-").isdigit():
-        return int(text)
-    return text

@@ -1,0 +1,97 @@
+"""Files and second opinions that commands write on request."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import orjson
+import pytest
+
+from tests.cli.test_cli import CASES, Run, run
+
+__all__ = ("run",)
+
+
+def test_check_writes_what_ci_and_people_read(run: Run, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"out.{name}" for name in ("html", "sarif", "junit")}
+    said = run(
+        "check", "basic", "--without-fence", "memory_released", "--json",
+        *(f"--{name}={path}" for name, path in files.items()),
+        f"--write-test={tmp_path / 'test_out.py'}",
+    )  # fmt: skip
+    assert said.code == 1
+    assert said.err.count("written") == 4
+    assert json.loads(files["sarif"].read_text())["version"] == "2.1.0"
+    assert ElementTree.parse(files["junit"]).getroot().get("failures") != "0"
+    assert files["html"].read_text().startswith("<!doctype html>")
+    compile((tmp_path / "test_out.py").read_text(), "test_out.py", "exec")
+    report = tmp_path / "report.json"
+    report.write_text(said.out)
+    again = run("simulate", "basic", "--replay", str(report), "--without-fence", "memory_released")
+    assert again.code == 1
+    assert "broken: never" in again.out
+    refused = run("simulate", "basic", "--replay", str(report))
+    assert refused.code == 1
+    assert "the fence is not open" in refused.err
+
+
+def test_export_promela(run: Run) -> None:
+    said = run("check", "basic", "--export", "promela")
+    assert said.code == 0
+    assert "proctype" in said.out or "init" in said.out
+
+
+def test_simulate_is_the_same_under_the_same_seed(run: Run) -> None:
+    one = run("simulate", "colocated", "--ranks", "32", "--seed", "7", "--json")
+    two = run("simulate", "colocated", "--ranks", "32", "--seed", "7", "--json")
+    other = run("simulate", "colocated", "--ranks", "32", "--seed", "8", "--json")
+    assert (one.code, one.out) == (0, two.out)
+    assert one.out != other.out
+    slow = orjson.loads(
+        run(
+            "simulate",
+            "colocated",
+            "--ranks",
+            "32",
+            "--seed",
+            "7",
+            "--fault",
+            "slow:2@load*8",
+            "--json",
+        ).out
+    )
+    assert slow["waited_s"] > orjson.loads(one.out)["waited_s"]
+
+
+def test_audit_writes_a_page_and_a_trace(run: Run, tmp_path: Path) -> None:
+    trace = str(CASES / "b01.trace.jsonl")
+    page, perfetto = tmp_path / "page.html", tmp_path / "trace.json"
+    said = run("audit", trace, f"--html={page}", f"--perfetto={perfetto}")
+    assert said.code == 1
+    assert page.read_text().lstrip().lower().startswith("<!doctype html>")
+    assert json.loads(perfetto.read_text())["traceEvents"]
+    assert run("audit", trace, "--stats").err == (
+        "phasesync: --stats needs journals: traces carry no times\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["simulate", "basic", "--fault", "quake:1"], "quake:1"),
+        (["simulate", "basic", "--profile", "/nosuch"], "/nosuch cannot be read"),
+        (["simulate", "basic", "--replay", "/nosuch"], "/nosuch cannot be read"),
+        (["import", "verl", "/nosuch"], "no such file or folder"),
+        (["import", "word", __file__], "no importer 'word'"),
+        (["collect", "/nosuch"], "/nosuch"),
+        (["bench", "fence", "--sizes", "x"], "are no sizes"),
+        (["check", "basic", "--swap", "a,b", "--without-fence", "c"], "one mutation at a time"),
+        (["check", "basic", "--export", "word"], "promela"),
+    ],
+)
+def test_a_mistake_gets_one_line(run: Run, arguments: list[str], says: str) -> None:
+    said = run(*arguments)
+    assert said.code == 2
+    assert says in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
