@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs
 
 from phasesync.core import wire
 from phasesync.engines.base import GRAPHS, KV_CACHE, WEIGHTS, Tag
 from phasesync.engines.simulated import Budget, Quirks, SimulatedEngine
 
-__all__ = ("SglangServer", "TrtllmServer")
+__all__ = ("SglangServer", "TrtllmServer", "VllmServer")
 
 Answer = tuple[int, Any]
 Fields = Mapping[str, Any]
@@ -365,3 +366,98 @@ class TrtllmServer(_Server):
         except (KeyError, RuntimeError) as error:
             return 500, {"error": {"message": str(error)}}
         return 200, {"status": "success"}
+
+
+VLLM_ROUTES: Mapping[str, tuple[str, ...]] = {
+    "/pause": ("mode", "clear_cache"),
+    "/resume": (),
+    "/sleep": ("level", "mode"),
+    "/wake_up": (),
+    "/start_weight_update": (),
+    "/update_weights": (),
+    "/finish_weight_update": (),
+    "/reset_prefix_cache": ("reset_running_requests", "reset_external"),
+    "/collective_rpc": (),
+}
+
+
+class VllmServer(_Server):
+    """vLLM's server with its routes for reinforcement learning, in the shapes of two releases.
+
+    0.24 answers a sleep and a wake with nothing, and keeps no version; 0.32 says what it did.
+    """
+
+    def __init__(self, release: str, *, dev_mode: bool = True) -> None:
+        super().__init__()
+        self.release = release
+        self.old = release.startswith("0.24.")
+        self.label: str | None = None
+        self.engine = SimulatedEngine([Budget(16)])
+        self.routes = {("GET", "/version"): lambda _: (200, {"version": release})}
+        self.routes[("GET", "/openapi.json")] = lambda _: self.openapi()
+        if not dev_mode:
+            return
+        self.routes |= {
+            ("GET", "/is_sleeping"): lambda _: (
+                200,
+                {"is_sleeping": bool(self.engine.asleep) or self.engine.paused},
+            ),
+            ("GET", "/get_world_size"): lambda _: (200, {"world_size": 1}),
+            ("POST", "/pause"): lambda _: self.does(self.engine.pause, {"status": "paused"}),
+            ("POST", "/resume"): lambda _: self.does(self.engine.resume, {"status": "resumed"}),
+            ("POST", "/sleep"): lambda _: self.does(
+                lambda: self.engine.sleep((WEIGHTS, KV_CACHE)), {"status": "sleeping", "level": 2}
+            ),
+            ("POST", "/wake_up"): lambda _: self.wake(),
+            ("POST", "/reset_prefix_cache"): lambda _: self.does(
+                self.engine.flush, {"success": True}
+            ),
+            ("POST", "/start_weight_update"): lambda _: self.does(
+                self.engine.start_update, {"message": "Weight update started"}
+            ),
+            ("POST", "/update_weights"): lambda body: self.does(
+                lambda: self.engine.update(body["update_info"]["version"]),
+                {"message": "Weights updated"},
+            ),
+            ("POST", "/finish_weight_update"): self.finish,
+        }
+        self.fields = {"/update_weights": {"update_info": REQUIRED}}
+        if not self.old:
+            self.fields["/finish_weight_update"] = {"weight_version": None}
+            self.routes[("GET", "/weight_info")] = lambda _: (200, {"weight_version": self.label})
+
+    def answer(self, method: str, target: str, raw: bytes, headers: Any) -> Answer:
+        self.query = parse_qs(target.partition("?")[2])
+        return super().answer(method, target, raw, headers)
+
+    def does(self, work: Callable[[], object], said: Any) -> Answer:
+        try:
+            work()
+        except Exception as error:
+            return 500, {"error": {"message": str(error), "type": "InternalServerError"}}
+        return 200, "" if self.old and "level" in said else said
+
+    def wake(self) -> Answer:
+        tags = [Tag(tag) for tag in self.query["tags"]]
+        try:
+            awake = self.engine.wake(tags)
+        except RuntimeError as error:
+            return 500, {"error": {"message": str(error), "type": "InternalServerError"}}
+        return 200, "" if self.old else {"status": "awake" if awake else "sleeping", "tags": tags}
+
+    def finish(self, body: Any) -> Answer:
+        self.label = None if self.old else body["weight_version"]
+        return self.does(self.engine.finish_update, {"message": "Weight update finished"})
+
+    def openapi(self) -> Answer:
+        described = {
+            path: {
+                method.lower(): {
+                    "parameters": []
+                    if self.old and path != "/pause"
+                    else [{"name": name} for name in VLLM_ROUTES.get(path, ())]
+                }
+            }
+            for method, path in self.routes
+        }
+        return 200, {"paths": described}

@@ -12,9 +12,10 @@ from phasesync.engines.conformance import check_engine_port
 from phasesync.engines.sglang import SglangEngine
 from phasesync.engines.tickets import TicketRules
 from phasesync.engines.trtllm import WEIGHT_TAGS, TrtllmEngine
+from phasesync.engines.vllm import VllmEngine
 from phasesync.errors import EngineError, EngineRefused
 
-from .servers import SglangServer, TrtllmServer
+from .servers import SglangServer, TrtllmServer, VllmServer
 
 RULES = TicketRules(run="run", scope="replica/0")
 S = TypeVar("S")
@@ -320,3 +321,76 @@ def test_a_trtllm_wake_that_does_not_fit_is_never_retried(serve: Any) -> None:
 
     run(story())
     assert server.count("/resume_memory") == 2
+
+
+@pytest.mark.parametrize("release", ["0.24.0", "0.32.0"])
+def test_the_port_over_a_vllm_server_keeps_every_promise(serve: Any, release: str) -> None:
+    server = serve(VllmServer(release))
+
+    async def make(rules: TicketRules) -> VllmEngine:
+        return VllmEngine(server.url, tickets=rules, version=Version(0))
+
+    run(check_engine_port(make, lambda version: {"version": str(version)}))
+    assert server.label == (None if release == "0.24.0" else "2")
+
+
+def test_a_vllm_release_that_nobody_has_tried_is_listed_as_unverified(serve: Any) -> None:
+    engine = VllmEngine(serve(VllmServer("0.41.2")).url, tickets=RULES)
+
+    async def story() -> str:
+        said = " ".join((await engine.status()).unverified)
+        await engine.close()
+        return said
+
+    assert "0.41.2 is not one of 0.24 to 0.33" in run(story())
+
+
+def test_a_vllm_server_without_its_dev_mode_is_named(serve: Any) -> None:
+    engine = VllmEngine(serve(VllmServer("0.32.0", dev_mode=False)).url, tickets=RULES)
+
+    async def story() -> None:
+        with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+            await engine.pause()
+        await engine.close()
+
+    run(story())
+
+
+def test_a_wake_that_does_not_fit_on_a_vllm_server_is_never_retried(serve: Any) -> None:
+    server = serve(VllmServer("0.24.0"))
+    engine = VllmEngine(server.url, tickets=RULES)
+
+    async def story() -> None:
+        await to_session(engine)
+        await engine.load({"version": "1"})
+        await engine.finish(Version(1))
+        server.engine.devices[0].take("a peer's parameters", 8)
+        with pytest.raises(EngineError, match="out of memory"):
+            await engine.resume(KV_CACHE, ticket("memory_released"))
+        with pytest.raises(EngineRefused, match="replace it"):
+            await engine.resume(KV_CACHE, ticket("memory_released"))
+        await engine.close()
+
+    run(story())
+    assert server.count("/wake_up") == 2
+
+
+def test_a_port_adopts_an_engine_that_sleeps_already(serve: Any) -> None:
+    server = serve(VllmServer("0.32.0"))
+    server.engine.sleep((WEIGHTS, KV_CACHE))
+    engine = VllmEngine(server.url, tickets=RULES, asleep=(WEIGHTS, KV_CACHE))
+
+    async def story() -> None:
+        with pytest.raises(EngineRefused, match="weights' comes first"):
+            await engine.resume(KV_CACHE, ticket("memory_released"))
+        await engine.resume(WEIGHTS, ticket("ready_for_weights"))
+        with pytest.raises(EngineRefused, match="weights are discarded"):
+            await engine.resume(KV_CACHE, ticket("memory_released"))
+        await engine.begin(Version(1))
+        await engine.load({"version": "1"})
+        await engine.finish(Version(1))
+        await engine.resume(KV_CACHE, ticket("memory_released"))
+        await engine.resume_generation(ticket("ready_to_serve"))
+        await engine.close()
+
+    run(story())

@@ -148,6 +148,9 @@ class EngineDriver(typing.Protocol):
             EngineError: it does not answer, or cannot do what a weight sync needs.
         """
 
+    def adopt(self, asleep: frozenset[Tag]) -> None:
+        """Take over an engine whose tags `asleep` are released already."""
+
     async def pause(self, policy: InFlight) -> None:
         """Stop scheduling; what runs is aborted, finished, kept or retracted."""
 

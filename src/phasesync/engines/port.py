@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from phasesync.core.model import Ticket, Version
 from phasesync.engines.base import (
+    WEIGHTS,
     EngineDriver,
     EngineStatus,
     Evidence,
@@ -45,7 +46,10 @@ DEADLINES_S: Mapping[str, float] = {
 
 
 class LedgerPort:
-    """An `EnginePort` over any `EngineDriver`."""
+    """An `EnginePort` over any `EngineDriver`.
+
+    `version` is what the engine holds now, `asleep` which of its tags are released already.
+    """
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class LedgerPort:
         *,
         tickets: TicketRules,
         version: Version | None = None,
+        asleep: tuple[Tag, ...] = (),
         deadlines_s: Mapping[str, float] = {},
         late: Late = "reject",
     ) -> None:
@@ -62,6 +67,20 @@ class LedgerPort:
         self._deadlines_s = {**DEADLINES_S, **deadlines_s}
         self._status = EngineStatus(version=version)
         self._ready = False
+        if asleep:
+            self._adopt(frozenset(asleep))
+
+    def _adopt(self, asleep: frozenset[Tag]) -> None:
+        """The engine was put to sleep before this port was made, by a launcher or a leader."""
+        lost = WEIGHTS in asleep and not self._driver.keeps_weights
+        self._driver.adopt(asleep)
+        self._gate.shut()
+        self._status = replace(
+            self._status,
+            gate="shut",
+            asleep=asleep,
+            content="discarded" if lost else "whole",
+        )
 
     @property
     def driver(self) -> EngineDriver:

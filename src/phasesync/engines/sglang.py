@@ -95,6 +95,9 @@ class SglangDriver:
         if not paths:
             self._unverified.append("whether updates need a session: the routes are not published")
 
+    def adopt(self, asleep: frozenset[Tag]) -> None:
+        self._asleep = asleep
+
     async def pause(self, policy: InFlight) -> None:
         await self._ask("POST", "/pause_generation", {"mode": policy})
 
@@ -205,6 +208,7 @@ class SglangEngine(LedgerPort):
         source: Source = "tensor",
         keeps_weights: bool = False,
         version: Version | None = None,
+        asleep: tuple[Tag, ...] = (),
         checksums: bool = False,
         api_key: str | None = None,
         idle_within_s: float = 60.0,
@@ -221,5 +225,10 @@ class SglangEngine(LedgerPort):
             idle_within_s=idle_within_s,
         )
         super().__init__(
-            driver, tickets=tickets, version=version, deadlines_s=deadlines_s, late=late
+            driver,
+            tickets=tickets,
+            version=version,
+            asleep=asleep,
+            deadlines_s=deadlines_s,
+            late=late,
         )

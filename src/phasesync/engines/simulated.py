@@ -267,6 +267,9 @@ class SimulatedDriver:
     async def prepare(self) -> None:
         """Nothing has to be found out about it."""
 
+    def adopt(self, asleep: frozenset[Tag]) -> None:
+        """It knows by itself what is asleep."""
+
     async def pause(self, policy: InFlight) -> None:
         self.engine.pause(policy)
 

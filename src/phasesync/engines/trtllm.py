@@ -79,6 +79,9 @@ class TrtllmDriver:
         if not paths:
             self._unverified.append("the server does not publish its routes; none was checked")
 
+    def adopt(self, asleep: frozenset[Tag]) -> None:
+        """Nothing here depends on what is released."""
+
     async def pause(self, policy: InFlight) -> None:
         """The gate is shut by the port and drained there; the server itself cannot be told."""
 
@@ -147,6 +150,7 @@ class TrtllmEngine(LedgerPort):
         ranks: int,
         weight_tags: tuple[str, ...] = WEIGHT_TAGS,
         version: Version | None = None,
+        asleep: tuple[Tag, ...] = (),
         control_key: str | None = None,
         deadlines_s: Mapping[str, float] = {},
         late: Late = "reject",
@@ -157,7 +161,12 @@ class TrtllmEngine(LedgerPort):
             Http(url, timeout_s=http_timeout_s, sign=sign), weight_tags=weight_tags, ranks=ranks
         )
         super().__init__(
-            driver, tickets=tickets, version=version, deadlines_s=deadlines_s, late=late
+            driver,
+            tickets=tickets,
+            version=version,
+            asleep=asleep,
+            deadlines_s=deadlines_s,
+            late=late,
         )
 
 

@@ -183,6 +183,9 @@ class VllmDriver:
                 "phasesync.engines.vllm_worker.WorkerExtension"
             )
 
+    def adopt(self, asleep: frozenset[Tag]) -> None:
+        self._asleep = asleep
+
     async def pause(self, policy: InFlight) -> None:
         self._policy = policy
         if self._way.has("pause_generation"):
@@ -425,6 +428,7 @@ class VllmEngine(LedgerPort):
         transfer: Transfer | None = None,
         level: int = 2,
         version: Version | None = None,
+        asleep: tuple[Tag, ...] = (),
         ranks: int | None = None,
         extension: bool | None = None,
         guarded: bool = False,
@@ -448,7 +452,12 @@ class VllmEngine(LedgerPort):
             checksums=checksums,
         )
         super().__init__(
-            self._vllm, tickets=tickets, version=version, deadlines_s=deadlines_s, late=late
+            self._vllm,
+            tickets=tickets,
+            version=version,
+            asleep=asleep,
+            deadlines_s=deadlines_s,
+            late=late,
         )
 
     @property
