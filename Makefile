@@ -11,13 +11,27 @@ VERL := $(VENVS)/verl
 PINS := $(shell cat pyproject.toml constraints*.txt 2>/dev/null | cksum | cut -d' ' -f1)
 PIP   = -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo test lint format bench faults test-vllm test-verl package clean
+.PHONY: demo test lint format bench faults package test-vllm test-verl clean
 
 demo: $(MAIN)/.ready-$(PINS)
 	@$(MAIN)/bin/phasesync demo --runs $(RUNS) $(DEMO_ARGS)
 
 test: lint $(MAIN)/.ready-$(PINS)
-	$(MAIN)/bin/python -m pytest $(TEST_ARGS)
+	$(MAIN)/bin/python -m pytest --ignore tests/vllm --ignore tests/verl $(TEST_ARGS)
+
+# Faults by chance over every transport; FAULTS=10000 for a night.
+FAULTS ?= 500
+faults: $(MAIN)/.ready-$(PINS)
+	PHASESYNC_FAULTS=$(FAULTS) $(MAIN)/bin/python -m pytest tests/fences/test_faults.py $(TEST_ARGS)
+
+# The wheel as a user gets it, in an environment that has never seen the checkout.
+package: $(MAIN)/.ready-$(PINS)
+	@rm -rf dist $(VENVS)/package
+	$(MAIN)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist $(PIP_ARGS) .
+	$(PYTHON) -m venv $(VENVS)/package
+	$(VENVS)/package/bin/python $(PIP) -c constraints.txt dist/phasesync-*.whl
+	cd $(VENVS)/package && bin/phasesync protocols && bin/phasesync doctor && \
+	  bin/phasesync lint colocated && bin/phasesync check basic --time-limit 60
 
 lint: $(MAIN)/.ready-$(PINS)
 	$(MAIN)/bin/ruff check .
@@ -30,9 +44,7 @@ format: $(MAIN)/.ready-$(PINS)
 	$(MAIN)/bin/ruff format .
 
 bench: $(MAIN)/.ready-$(PINS)
-	$(MAIN)/bin/phasesync bench fence
-	$(MAIN)/bin/phasesync bench audit
-	$(MAIN)/bin/phasesync bench check
+	$(MAIN)/bin/phasesync bench fence $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENVS) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
@@ -41,8 +53,19 @@ $(MAIN)/.ready-$(PINS):
 	@echo "making $(MAIN) (the first time takes a minute or two)"
 	@test -x $(MAIN)/bin/python || $(PYTHON) -m venv $(MAIN)
 	@$(MAIN)/bin/python $(PIP) -c constraints.txt torch numpy
-	@$(MAIN)/bin/python $(PIP) -c constraints.txt -e '.[dev,zstd]'
+	@$(MAIN)/bin/python $(PIP) -c constraints.txt -e '.[dev,ray,zstd]'
 	@rm -f $(MAIN)/.ready-* && touch $@
+
+# A real vLLM on a CPU, at the pins that fit together; nothing else of that environment is ours.
+test-vllm: $(VLLM)/.ready-$(PINS)
+	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings=ignore $(TEST_ARGS)
+
+$(VLLM)/.ready-$(PINS):
+	@echo "making $(VLLM) (the first time takes some minutes)"
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python $(PIP) --no-deps -r constraints-vllm.txt
+	@$(VLLM)/bin/python $(PIP) --no-deps -e .
+	@rm -f $(VLLM)/.ready-* && touch $@
 
 # Two releases of verl, each in an environment of its own, over one of what they import on a CPU.
 # The runs end with a table: each fault, what stock verl does, what verl with phasesync does.
