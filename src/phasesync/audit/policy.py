@@ -81,7 +81,8 @@ def _plain_failures(facts: Facts) -> list[Finding]:
     for event in facts.failures:
         if unrecovered(event, facts) is None and event.kind != "exit":
             continue
-        if is_timeout(event) and event.action in WAITING:
+        watched = event.kind == "timeout" and event.action in ("poll", "life")
+        if watched or (is_timeout(event) and event.action in WAITING):
             found.append(_cut_wait(event))
             continue
         if is_memory_error(event.attrs.get("error")):

@@ -99,7 +99,8 @@ _WORDS: Final[dict[str, str]] = {
 _ROWS: Final[tuple[tuple[str, str], ...]] = (
     # Windows that one tool may hold on a device.
     ("window", "profile | profiler | profiling | nsys | nsight | kineto | tracer"),
-    ("window", "exclusive window | health monitor | health check | healthcheck"),
+    ("window", "exclusive window"),
+    ("poll", "health check|monitor|generate | healthcheck"),
     # An engine's memory as a whole.
     ("release", "release|suspend|free|offload|sleep|discard memory|occupation"),
     ("acquire", "resume|restore|wake|onload|reload memory|occupation"),

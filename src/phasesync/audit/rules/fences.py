@@ -248,6 +248,7 @@ class Covers:
     def __init__(self) -> None:
         self._pending: dict[Name, Event] = {}
         self._over: list[tuple[Event, Event]] = []
+        self._took: list[tuple[Event, Event, str]] = []
         self._found: list[Finding] = []
 
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
@@ -288,7 +289,7 @@ class Covers:
             if rank == event.rank or facts.devices.own(rank) in devices:
                 del self._pending[rank]
                 why = f"{pending.phase} of rank {rank} was not complete on its device"
-                self._add(pending, event, f"{event.phase} began while {why}")
+                self._took.append((pending, event, f"{event.phase} began while {why}"))
 
     def _detached(self, event: Event, start: Event, facts: Facts) -> None:
         target = start.attrs.get("target", start.attrs.get("targets"))
@@ -311,6 +312,9 @@ class Covers:
             self._found.append(Finding.on("R-COVERS", event, why, other, guilty=ranks))
 
     def finish(self, facts: Facts) -> list[Finding]:
+        for pending, taker, why in self._took[:_KEPT]:
+            if facts.failures_after(taker.at):
+                self._add(pending, taker, why)
         found = list(self._found)
         if facts.failures or not facts.waiting():
             return found
@@ -528,16 +532,23 @@ class Lifetime:
     """
 
     rule = "R-LIFETIME"
-    wants = frozenset({"free", "receive", "write"})
+    wants = frozenset({"free", "receive", "send", "write"})
 
     def __init__(self) -> None:
         self._freed: dict[tuple[Name, str, int | None], Event] = {}
+        self._senders: dict[tuple[str, int | None], set[Name]] = {}
         self._found: list[Finding] = []
 
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
         if event.kind != "start" or len(self._found) >= _KEPT:
             return
         bucket = _bucket(event)
+        if event.action == "send":
+            if bucket is not None:
+                if len(self._senders) > 4096:
+                    self._senders.pop(next(iter(self._senders)))
+                self._senders.setdefault((bucket, event.epoch), set()).add(event.rank)
+            return
         if event.action != "free":
             self._late_reader(event, bucket)
             return
@@ -559,8 +570,7 @@ class Lifetime:
                     )
                     return
 
-    @staticmethod
-    def _has(reader: Event, free: Event, bucket: str | None) -> bool:
+    def _has(self, reader: Event, free: Event, bucket: str | None) -> bool:
         if reader is free or reader.action not in ("receive", "write", "send"):
             return False
         theirs = _bucket(reader)
@@ -570,12 +580,13 @@ class Lifetime:
         if isinstance(handles, list | tuple):
             named = str(free.rank) in {str(handle).rpartition("/")[2] for handle in handles}
             return named and (bucket is None or theirs is None or theirs == bucket)
-        return (
-            reader.action == "receive"
-            and bucket is not None
-            and theirs == bucket
-            and reader.epoch == free.epoch
-        )
+        if reader.action != "receive" or bucket is None or theirs != bucket:
+            return False
+        # Where several send a bucket of that number, only a group says whose it is.
+        senders = self._senders.get((bucket, free.epoch), set())
+        own = len(senders | {free.rank}) == 1
+        shared = group_of(reader) is not None and group_of(reader) == group_of(free)
+        return reader.epoch == free.epoch and (own or shared)
 
     def _late_reader(self, event: Event, bucket: str | None) -> None:
         handles = event.attrs.get("handles", event.attrs.get("sources"))

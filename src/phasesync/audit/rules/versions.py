@@ -391,6 +391,9 @@ def _mismatch(attrs: Mapping[str, Any], prefixes: tuple[str, ...]) -> str | None
                 not (want == 1 and thing == "bytes") and got < want
             ):
                 return f"{actual_name} is {got:g}, expected {want:g}"
+    for name in ("received_bytes", "received_tensors", "loaded_params", "loaded_tensors"):
+        if number(attrs.get(name)) == 0 and f"expected_{name.partition('_')[2]}" not in attrs:
+            return f"{name} is 0"
     verified = attrs.get("verified", attrs.get("checksum_ok", attrs.get("checksum_match")))
     if verified is False:
         return "its own check did not match"
