@@ -8,6 +8,11 @@ the tests are skipped, except where CI is set: there a missing engine is a failu
 import importlib.util
 import os
 
+try:
+    HAS_VLLM = importlib.util.find_spec("vllm._custom_ops") is not None
+except ModuleNotFoundError:
+    HAS_VLLM = False
+
 # Before anything imports vLLM or torch. With two threads, decoding was 20 to 100 times slower.
 for name, value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -23,18 +28,14 @@ for name, value in {
     "OMP_NUM_THREADS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }.items():
-    os.environ.setdefault(name, value)
+    if HAS_VLLM:
+        os.environ.setdefault(name, value)
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-try:
-    HAS_VLLM = importlib.util.find_spec("vllm._custom_ops") is not None
-except ModuleNotFoundError:
-    HAS_VLLM = False
 
 PROMPT = [5, 9, 13, 40] * 12
 

@@ -17,7 +17,7 @@ __all__ = (
     "KV_CACHE",
     "WEIGHTS",
     "Content",
-    "Device",
+    "DeviceMemory",
     "EngineDriver",
     "EnginePort",
     "EngineStatus",
@@ -86,7 +86,7 @@ class EngineStatus:
     unverified: tuple[str, ...] = ()
 
 
-class Device(typing.Protocol):
+class DeviceMemory(typing.Protocol):
     """The memory that an engine shares with a trainer; `take` raises where it does not fit."""
 
     def take(self, owner: str, size_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
 Each quirk was seen in a released engine and is on by default; none is softened here, because a
 port that is only ever tested against a polite engine is not tested. Its memory is whatever
-`Device` is handed in, so a wake that does not fit really fails, on the rank where it does not fit.
+`DeviceMemory` is handed in, so a wake that does not fit really fails, on the rank where it does not fit.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from phasesync.core.model import Ticket, Version
 from phasesync.engines.base import (
     KV_CACHE,
     WEIGHTS,
-    Device,
+    DeviceMemory,
     Evidence,
     Floor,
     InFlight,
@@ -72,7 +72,7 @@ class Quirks:
 class SimulatedEngine:
     """One replica over `devices`, a rank on each."""
 
-    devices: Sequence[Device]
+    devices: Sequence[DeviceMemory]
     weights_bytes: int = 4
     kv_bytes: int = 8
     quirks: Quirks = Quirks()
