@@ -63,10 +63,9 @@ class Hangs:
             self._choose(event)
 
     def _began(self, event: Event, facts: Facts) -> None:
-        if (
-            event.attrs.get("dispatch") is True
-            or ("target" in event.attrs or "targets" in event.attrs)
-        ) and len(self._dispatched) < 4096:
+        aimed = "target" in event.attrs or "targets" in event.attrs
+        command = aimed and event.action not in ("poll", "life", "window")
+        if (command or event.attrs.get("dispatch") is True) and len(self._dispatched) < 4096:
             self._dispatched.append((event, None))
         if event.action not in ("lock", "unlock"):
             for each in facts.ranks[event.rank].opened("lock"):
