@@ -1,8 +1,9 @@
 """An engine without a model that errs the way real ones do, for tests and for `phasesync demo`.
 
-Each quirk was seen in a released engine and is on by default; none is softened here, because a
-port that is only ever tested against a polite engine is not tested. Its memory is whatever
-`DeviceMemory` is handed in, so a wake that does not fit really fails, on the rank where it does not fit.
+Each quirk was seen in a released engine and is on by default; none is softened here, because a port
+that is only ever tested against a polite engine is not tested. Its memory is whatever
+`DeviceMemory` is handed in, so a wake that does not fit really fails, on the rank where it does not
+fit.
 """
 
 from collections.abc import Sequence
