@@ -24,6 +24,7 @@ __all__ = (
     "LINE_MAX",
     "PACKED",
     "Line",
+    "Shown",
     "Source",
     "by_run",
     "collect",
@@ -67,7 +68,14 @@ class Source:
     members: tuple[str, ...] = ()
 
 
-def sources(paths: Iterable[str | Path]) -> list[Source]:
+class Shown(NamedTuple):
+    """A path, and what answers call it: what came out of a pack is called by the pack."""
+
+    path: Path
+    name: str
+
+
+def sources(paths: Iterable[str | Path | Shown]) -> list[Source]:
     """The log files that `paths` (files, or folders searched in full) name.
 
     Raises:
@@ -75,21 +83,24 @@ def sources(paths: Iterable[str | Path]) -> list[Source]:
     """
     found: list[Source] = []
     for each in paths:
-        path = Path(each)
+        path, name = each if isinstance(each, Shown) else (Path(each), str(each))
         if path.is_dir():
             inside = sorted(
                 file for file in path.rglob("*.jsonl*") if file.is_file() and _is_log(file)
             )
             if not inside:
                 raise LogError(
-                    f"{path}: no log in this folder; logs are *.jsonl files, plain, .gz or .zst"
+                    f"{name}: no log in this folder; logs are *.jsonl files, plain, .gz or .zst"
                 )
-            found += [_source(file, str(file)) for file in inside[:_FILES_MAX]]
+            found += [
+                _source(file, f"{name.rstrip('/')}/{file.relative_to(path)}")
+                for file in inside[:_FILES_MAX]
+            ]
         elif path.is_file():
-            found.append(_source(path, str(path)))
+            found.append(_source(path, name))
         else:
             raise LogError(
-                f"{path}: no such file or folder; give a trace, a journal or a run folder"
+                f"{name}: no such file or folder; give a trace, a journal or a run folder"
             )
     return found
 
@@ -394,7 +405,7 @@ def _writing(out: Path) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def unpacked(paths: Iterable[str | Path]) -> Iterator[list[Path]]:
+def unpacked(paths: Iterable[str | Path]) -> Iterator[list[Shown]]:
     """`paths` with every pack among them replaced by a folder of what is in it.
 
     Raises:
@@ -402,14 +413,14 @@ def unpacked(paths: Iterable[str | Path]) -> Iterator[list[Path]]:
     """
     given = [Path(each) for each in paths]
     with tempfile.TemporaryDirectory(prefix="phasesync-") as folder:
-        found = []
+        found: list[Shown] = []
         for number, path in enumerate(given):
             if path.name.endswith(PACKED) and path.is_file():
                 inside = Path(folder) / str(number)
                 _unpack(path, inside)
-                found.append(inside)
+                found.append(Shown(inside, f"{path}!"))
             else:
-                found.append(path)
+                found.append(Shown(path, str(path)))
         yield found
 
 

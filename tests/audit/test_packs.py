@@ -79,3 +79,12 @@ def test_a_newer_journal_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({**line, "journal": 2}) + "\n" for line in lines))
     with pytest.raises(LogError, match="journal format 2; this phasesync reads up to 1"):
         audit_paths([tmp_path / "run"])
+
+
+def test_lines_of_a_pack_are_called_by_the_pack(tmp_path: Path) -> None:
+    made(tmp_path / "run")[1].unlink()
+    out = tmp_path / "run.pack.tar"
+    collect(tmp_path / "run", out)
+    (answer,) = audit_paths([out])
+    assert answer.verdict == "inconclusive"
+    assert all(line.file.startswith(f"{out}!/") for line in answer.evidence)

@@ -16,6 +16,7 @@ from phasesync.audit.events import text_of
 from phasesync.audit.replay import EpochFile, audit_journals
 from phasesync.core.protocol import Protocol
 from phasesync.errors import InputError, LogError, ProtocolError
+from phasesync.report.around import around
 from phasesync.spec import load
 
 __all__ = ("BAD", "WORST", "as_json", "as_text", "audit_paths", "audit_run", "exit_code")
@@ -52,7 +53,7 @@ def audit_paths(
 
 
 def _audited(
-    paths: Sequence[Path],
+    paths: Sequence[logs.Shown],
     given: Protocol | None,
     vocabulary: Mapping[str, str] | None,
     progress: Callable[[int], None] | None,
@@ -67,7 +68,8 @@ def _audited(
     for run, files in logs.by_run(journals).items():
         answers.append(_journals(run, files, given, progress))
     if not answers:
-        raise LogError(f"{', '.join(map(str, paths))}: no log here; give a trace or a run folder")
+        names = ", ".join(each.name for each in paths)
+        raise LogError(f"{names}: no log here; give a trace or a run folder")
     return sorted(answers, key=lambda answer: WORST.index(answer.verdict))
 
 
@@ -157,8 +159,10 @@ def as_json(answers: Sequence[Answer]) -> dict[str, Any]:
     return top
 
 
-def as_text(answers: Sequence[Answer], *, brief: bool = False) -> list[str]:
-    """The answers for people, a list of lines."""
+def as_text(
+    answers: Sequence[Answer], *, brief: bool = False, paths: Sequence[str | Path] = ()
+) -> list[str]:
+    """The answers for people, a list of lines; with `paths`, the moments around the worst."""
     rows: list[str] = []
     for answer in answers:
         if rows:
@@ -166,6 +170,8 @@ def as_text(answers: Sequence[Answer], *, brief: bool = False) -> list[str]:
         if len(answers) > 1:
             rows.append(f"run {text_of(answer.run, 120)}")
         rows += _one(answer, brief)
+        if paths and answer is answers[0] and answer.verdict != "ok":
+            rows += around(paths, answer)
     return rows
 
 

@@ -118,14 +118,15 @@ def _ended(span: Span, moment: Moment) -> Span:
 
 def moments_of(paths: Iterable[str | Path]) -> Iterator[Moment]:
     """All events of the logs at `paths`, in their order, one run after the other."""
-    found = logs.sources(paths)
-    for each in found:
-        if each.kind == "trace":
-            yield from _trace(each.name, logs.lines(each.path))
-    journals = [each for each in found if each.kind == "journal"]
-    for files in logs.by_run(journals).values():
-        streams = [Stream(each.name, logs.lines(each.path)) for each in files]
-        yield from _journals(streams)
+    with logs.unpacked(paths) as here:
+        found = logs.sources(here)
+        for each in found:
+            if each.kind == "trace":
+                yield from _trace(each.name, logs.lines(each.path))
+        journals = [each for each in found if each.kind == "journal"]
+        for files in logs.by_run(journals).values():
+            streams = [Stream(each.name, logs.lines(each.path)) for each in files]
+            yield from _journals(streams)
 
 
 def _trace(file: str, lines: Iterable[RawLine]) -> Iterator[Moment]:

@@ -69,14 +69,15 @@ def stats_of(paths: Iterable[str | Path]) -> Stats:
     Raises:
         LogError: there is no journal; traces carry no times.
     """
-    journals = [each for each in logs.sources(paths) if each.kind == "journal"]
-    if not journals:
-        raise LogError("--stats needs journals: traces carry no times")
     stats = Stats()
     ranks: set[str] = set()
-    for files in logs.by_run(journals).values():
-        streams = [Stream(each.name, logs.lines(each.path)) for each in files]
-        _read(streams, stats, ranks)
+    with logs.unpacked(paths) as here:
+        journals = [each for each in logs.sources(here) if each.kind == "journal"]
+        if not journals:
+            raise LogError("--stats needs journals: traces carry no times")
+        for files in logs.by_run(journals).values():
+            streams = [Stream(each.name, logs.lines(each.path)) for each in files]
+            _read(streams, stats, ranks)
     stats.ranks = len(ranks)
     return stats
 

@@ -1,0 +1,95 @@
+"""The moments around a fault as text: what each rank did last, who waited, what memory held.
+held.
+
+Guilty ranks come first, then those that wait. A phase that never ended says so.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from phasesync.audit import Answer
+from phasesync.report.spans import Moment, moments_of
+
+__all__ = ("around",)
+
+_RANKS: Final = 10
+_STEPS: Final = 5
+_AFTER: Final = 400
+_MARKS: Final = {"end": "", "fail": " FAILED", "timeout": " TIMED OUT", "exit": " EXITED"}
+
+
+@dataclass(slots=True)
+class _Step:
+    name: str
+    began_us: float
+    how: str = " ..."
+    took_us: float = 0.0
+    fence: bool = False
+
+
+@dataclass(slots=True)
+class _Row:
+    steps: deque[_Step] = field(default_factory=lambda: deque(maxlen=_STEPS))
+
+    def take(self, moment: Moment) -> None:
+        if moment.kind == "start":
+            self.steps.append(_Step(moment.name, moment.us, fence=bool(moment.fence)))
+            return
+        if moment.kind == "progress":
+            return
+        for step in reversed(self.steps):
+            if step.how == " ..." and (step.name == moment.name or moment.kind == "exit"):
+                step.how = _MARKS.get(moment.kind, "")
+                step.took_us = moment.us - step.began_us
+                return
+
+
+def around(paths: Sequence[str | Path], answer: Answer) -> list[str]:
+    """Lines for people; none where the fault has no line of its own."""
+    if not answer.evidence:
+        return []
+    fault = (answer.evidence[0].file, answer.evidence[0].line)
+    rows: dict[str, _Row] = {}
+    memory: dict[str, float] = {}
+    moments = moments_of(paths)
+    now = 0.0
+    seen = False
+    for moment in moments:
+        now = _take(moment, rows, memory)
+        if (moment.file, moment.line) == fault:
+            seen = True
+            break
+    if not seen:
+        return []
+    held = dict(memory)
+    for moment in islice(moments, _AFTER):
+        now = _take(moment, rows, memory)
+    first = [*map(str, answer.guilty), *map(str, answer.waiting)]
+    short = {name.rpartition("/")[2] for name in first}
+    ranks = sorted(rows, key=lambda rank: (rank not in first and rank not in short, rank))
+    text = [_lane(rank, rows[rank], now, rank in first[:1]) for rank in ranks[:_RANKS]]
+    if len(ranks) > _RANKS:
+        text.append(f"  ... and {len(ranks) - _RANKS} more ranks")
+    if held:
+        figures = ", ".join(f"{device} {gib:.1f}" for device, gib in list(held.items())[:_RANKS])
+        text.append(f"  GiB at the fault: {figures}")
+    return text
+
+
+def _take(moment: Moment, rows: dict[str, _Row], memory: dict[str, float]) -> float:
+    rows.setdefault(moment.rank, _Row()).take(moment)
+    memory.update(moment.memory)
+    return moment.us
+
+
+def _lane(rank: str, row: _Row, now: float, guilty: bool) -> str:
+    steps = []
+    for step in row.steps:
+        waited = step.took_us if step.how != " ..." else now - step.began_us
+        long = f" {waited / 1e6:.1f}s" if waited >= 500_000 else ""
+        steps.append(f"{step.name}{step.how}{long}")
+    return f"  {'>' if guilty else ' '} {rank:12} {' | '.join(steps)}"
