@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from phasesync.core.model import Phase, Rank, RoleName
+from phasesync.demo.base import Command, Said
 from phasesync.demo.budget import DeviceBudget, device_path
-from phasesync.demo.engine import Command, Engine, LocalEngine, Said
+from phasesync.demo.engine import Engine, LocalEngine
 from phasesync.demo.settings import DemoSettings, Script, script_of
 from phasesync.demo.trainer import Trainer, TrainerDevice
 from phasesync.errors import EngineError, Refused
@@ -113,6 +114,16 @@ def test_an_engine_that_says_what_it_said_before_fails(bench: Bench) -> None:
         await bench.one("serve")
 
     with pytest.raises(EngineError, match="engine/0 says in epoch 1 what it said before it"):
+        asyncio.run(story())
+
+
+def test_an_engine_that_serves_another_version_fails(bench: Bench) -> None:
+    async def story() -> None:
+        await bench.hand_over()
+        bench.engine.version = 7
+        await bench.one("serve")
+
+    with pytest.raises(EngineError, match="engine/0 serves version 7 in epoch 1, which makes 1"):
         asyncio.run(story())
 
 

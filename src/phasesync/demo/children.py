@@ -20,9 +20,10 @@ from typing import Any
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from phasesync.core.model import Rank
+from phasesync.demo.base import Command
 from phasesync.demo.budget import DeviceBudget, device_path
 from phasesync.demo.ending import Lost, RankEnd
-from phasesync.demo.engine import Command, Engine
+from phasesync.demo.engine import Engine
 from phasesync.demo.model import use_one_thread
 from phasesync.demo.rank import live
 from phasesync.demo.settings import Script

@@ -6,48 +6,24 @@ trainers of its replica, and generates. It never asks whether it may: that is th
 
 import threading
 import time
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from phasesync.core.model import Rank
+from phasesync.demo.base import KV, WEIGHTS, Command, FreeNow, Said
 from phasesync.demo.budget import DeviceBudget
 from phasesync.demo.model import LAYERS, WIDTH, generate, halves
 from phasesync.demo.settings import Script
 from phasesync.errors import Refused
 from phasesync.runtime.actions import in_thread
 
-__all__ = ("KV", "WEIGHTS", "Command", "Engine", "FreeNow", "Link", "LocalEngine", "Said")
+__all__ = ("Engine", "LocalEngine")
 
-KV = "kv_cache"
 SLOW_PHASE = "resume_kv"  # Where a slow engine is slow.
-WEIGHTS = "rollout_weights"
-
-
-class Command(NamedTuple):
-    """What a leader or a peer asks for: the engine's method, its arguments, and when that is."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    phase: str
-    epoch: int
-
-
-class FreeNow(NamedTuple):
-    """What is free on each of the engine's devices after it mapped or unmapped."""
-
-    free_bytes: Mapping[str, int]
-
-
-class Said(NamedTuple):
-    """What the engine generated, and with which version of the weights."""
-
-    version: int
-    values: list[float]
 
 
 class Engine:
@@ -131,17 +107,6 @@ _COMMANDS: Mapping[str, Callable[..., Any]] = {
     "load": Engine.load,
     "generate": Engine.generate,
 }
-
-
-class Link(typing.Protocol):
-    """One trainer's way to its engine."""
-
-    async def ask(self, command: Command) -> Any:
-        """What the engine answers; what it raised is raised here.
-
-        Raises:
-            EngineLost: it is gone; whether it did the work is unknown.
-        """
 
 
 class LocalEngine:

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from phasesync.core.model import Rank
+from phasesync.demo.base import Link
 from phasesync.demo.budget import DeviceBudget, device_path
 from phasesync.demo.ending import RankEnd
-from phasesync.demo.engine import Link
 from phasesync.demo.settings import Script
 from phasesync.demo.trainer import Trainer, TrainerDevice
 from phasesync.errors import EpochFailed, describe

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from phasesync.core.model import Rank
 from phasesync.core.plan import Act
+from phasesync.demo.base import KV, WEIGHTS, Command, FreeNow, Link, Said
 from phasesync.demo.budget import DeviceBudget
-from phasesync.demo.engine import KV, WEIGHTS, Command, FreeNow, Link, Said
 from phasesync.demo.model import LAYER_BYTES, LAYERS, WIDTH, fresh, generate, halves, learn
 from phasesync.demo.settings import SLOW_PHASE, Script
 from phasesync.errors import DeviceOutOfMemory, EngineError
@@ -227,6 +227,11 @@ class Trainer:
         mine = await self._work(self._own_words)
         apart, moved = _apart(said.values, mine), _apart(said.values, self._said)
         engine = f"engine/{self._script.replica_of(self.rank)}"
+        if said.version != turn.version:
+            raise EngineError(
+                f"{engine} serves version {said.version} in epoch {turn.epoch}, which makes "
+                f"{turn.version}"
+            )
         if apart > CLOSE_ENOUGH:
             raise EngineError(
                 f"{engine} does not say what {self.rank} says in epoch {turn.epoch}: outputs are "
