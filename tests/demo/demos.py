@@ -17,7 +17,7 @@ from phasesync.demo import DemoSettings, run_demo
 from phasesync.demo.screen import HEIGHT, WIDTH
 from phasesync.report.audit import audit_run
 
-__all__ = ("Played", "fits", "journals", "played", "same_screen", "waited")
+__all__ = ("Played", "fits", "journals", "masked", "played", "same_screen", "waited")
 
 STORED = Path(__file__).parent / "screens"
 
@@ -113,6 +113,6 @@ MASKS = (
     (r"\b[\w.-]+(?=/cpu\d)", "<host>"),
     (r"(jsonl):\d+", r"\1:#"),
     (r"(?<=trainer/3 died).*", " <as noticed first>"),
-    (r" *! cut off", ""),  # Whether a break finds a rank in a phase or between two.
+    (r"^! cut off  |  ! cut off", ""),  # Whether a break finds a rank in a phase or between two.
     (r" +$", ""),
 )

@@ -10,7 +10,7 @@ from phasesync.core.plan import Act
 from phasesync.demo.ending import Ending, RankEnd
 from phasesync.demo.screen import screen_of
 from phasesync.demo.settings import DemoSettings, Script, script_of
-from tests.demo.demos import fits
+from tests.demo.demos import Played, fits, masked
 
 LONG = "trainer/0 failed in phase 'resume_kv': DeviceOutOfMemory: " + "someone holds a lot, " * 30
 
@@ -58,3 +58,9 @@ def test_a_path_is_never_broken(tmp_path: Path) -> None:
     screen = screen_of(script, done, lines_of(script), ["ok"])
     assert screen[-1].plain == f"audit it:  phasesync audit '{deep}/deep'"
     assert Rank.parse("1") == script.plan.members[1]
+
+
+@pytest.mark.parametrize("row", ["! cut off  † dies", "p sleep  ! cut off", "✗ fails  ! cut off"])
+def test_a_break_between_two_phases_is_the_same_screen(row: str) -> None:
+    demo = Played(1, ["  1.0 s  over", row], Path("runs/demo"), [])
+    assert masked(demo) in ("† dies\n", "p sleep\n", "✗ fails\n")
