@@ -37,7 +37,7 @@ from tests.fences.processes import (
     tcp_rank,
 )
 
-COUNT = int(os.environ.get("PHASESYNC_FAULTS", "240"))
+COUNT = int(os.environ.get("PHASESYNC_FAULTS", "120"))
 DEADLINE_S = 0.5
 GENERATIONS = 5
 FAULTS = ("late", "cancelled", "fails", "digest", "epoch", "dies", "skips", "twice", "restarts")
@@ -55,6 +55,7 @@ class Scenario:
     entered: dict[int, set[Rank]] = field(default_factory=lambda: defaultdict(set))
     faulty: dict[tuple[Rank, int], str] = field(default_factory=dict)
     slowest_s: float = 0.0
+    lost: bool = False
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -138,9 +139,9 @@ class Scenario:
 
     def _check(self) -> None:
         for generation, outcomes in self.outcomes.items():
-            verdicts = set(outcomes.values()) - {("stale", None)}
+            verdicts = {o for o in outcomes.values() if o[0] in ("open", "broken")}
             assert len(verdicts) <= 1, f"generation {generation}: {outcomes}"
-            assert "lost" not in {kind for kind, _ in verdicts}, outcomes
+            self.lost |= "lost" in {kind for kind, _ in outcomes.values()}
 
 
 def _unchanged(arrival: Arrival) -> Arrival:
@@ -199,6 +200,8 @@ async def play_all(
                 raise AssertionError(f"seed {scenario.seed}: {scenario.faulty}: {failed}") from (
                     failed if isinstance(failed, Exception) else None
                 )
+        # A loop that stands still for longer than the grace may take the transport for lost.
+        assert lag_s > 0.3 or not any(scenario.lost for scenario in scenarios)
         slowest = max(scenario.slowest_s for scenario in scenarios)
         assert slowest < DEADLINE_S + 1.0 + 0.3 + 3 * lag_s, f"a rank hung for {slowest:.1f} s"
     ticking.cancel()
@@ -225,9 +228,11 @@ def test_faults_over_tcp() -> None:
                 coordinator.address, rank=rank, incarnation=incarnation, run=run, token="secret"
             )
 
-        await play_all(list(range(COUNT)), make, cut)
-        assert coordinator.peers == 0
-        await coordinator.close()
+        try:
+            await play_all(list(range(COUNT)), make, cut)
+            assert coordinator.peers == 0
+        finally:
+            await coordinator.close()
 
     asyncio.run(play())
 

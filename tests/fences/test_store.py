@@ -150,9 +150,9 @@ def test_cancelling_at_any_point_breaks_the_fence_or_finds_it_open(store: Any, s
         since = time.monotonic()
         other = await world.arrive(two, call)
         took = time.monotonic() - since
-        answer = (await asyncio.gather(first, return_exceptions=True))[0]
-        if isinstance(answer, asyncio.CancelledError):
-            assert not isinstance(other, Opened) or steps > 2
+        await asyncio.gather(first, return_exceptions=True)
+        assert first.cancelled() or isinstance(first.result(), Opened)
+        assert isinstance(other, Opened) or getattr(other, "cause").kind == "cancelled"  # noqa: B009
         assert took < 4, "it broke at the deadline, not at the cancellation"
         await world.close()
 

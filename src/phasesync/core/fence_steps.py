@@ -260,9 +260,11 @@ def _closing(space: Space, at: Keys, call: FenceCall, arrival: Arrival, order: i
         # Before the verdict: whoever reports a loss starts to look from the head.
         yield Put(space.head(call.key.scope), str(call.key.generation).encode())
     own = _verdict(ruling, writer(arrival.rank, arrival.incarnation), log=log, count=order)
-    verdict = Verdict.decode((yield CompareSet(at.verdict, own.encode())))
-    if verdict == own and isinstance(ruling, Opened):
-        return Passed(verdict, replace(ruling, order=order, decided=True))
+    text = own.encode()
+    winner = yield CompareSet(at.verdict, text)
+    if winner == text and isinstance(ruling, Opened):
+        return Passed(own, replace(ruling, order=order, decided=True))
+    verdict = Verdict.decode(winner)
     return (yield from admitting(space, call, arrival, order, verdict))
 
 

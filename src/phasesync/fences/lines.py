@@ -69,12 +69,13 @@ class _Client:
         self._sockets = [end for name, end in after.items() if name not in before]
         for end in (*before.values(), *(end for name, end in after.items() if name in before)):
             end.close()
+        self._is_ours = hasattr(store, "clone")
         self._wait_s = SOCKET_WAIT_S if self._sockets else POLLED_WAIT_S
-        self._limit(SOCKET_WAIT_S)
+        self._limit(self._wait_s)
 
     def _limit(self, within_s: float) -> None:
         """Bound `get`, where the connection is ours alone."""
-        if self._sockets:
+        if self._is_ours:
             self._store.set_timeout(timedelta(seconds=within_s))
 
     def perform(self, operation: Any) -> Any:
@@ -111,7 +112,7 @@ class _Client:
                 raise
             return None
         finally:
-            self._limit(SOCKET_WAIT_S)
+            self._limit(self._wait_s)
 
     def compare_set(self, operation: CompareSet) -> bytes:
         winner: bytes = self._store.compare_set(operation.key, "", operation.value)

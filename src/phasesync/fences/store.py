@@ -56,6 +56,7 @@ __all__ = ("GRACE_S", "StoreFences", "StoreObserver", "default_store")
 
 HEARTBEAT_S = 0.5  # How often to look for neighbours, until all have come.
 CONNECT_S = 60.0  # A connection may hang in a name service for many seconds.
+LATE_S = 0.2  # A timer that fires so late tells of the event loop, not of the store.
 LINES_AT_START = 2  # One to wait, one to break what is waited for.
 
 
@@ -132,13 +133,14 @@ class _Deadline:
         self._call = call
         self._slot = slot
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(call.deadline_s, self._expire)
+        self._until = self._loop.time() + call.deadline_s
+        self._timer = self._loop.call_at(self._until, self._expire)
 
     def end(self) -> None:
         self._timer.cancel()
 
     def _expire(self) -> None:
-        self._timer = self._loop.call_later(GRACE_S, self._give_up)
+        self._last_chance()
         self._fences.expire(self._call).add_done_callback(self._decided)
 
     def _decided(self, expiry: "asyncio.Future[Any]") -> None:
@@ -149,7 +151,15 @@ class _Deadline:
         if expiry.result() is None:
             settle(self.job, NOT_JUDGED, None)
 
+    def _last_chance(self) -> None:
+        self._until = self._loop.time() + GRACE_S
+        self._timer = self._loop.call_at(self._until, self._give_up)
+
     def _give_up(self) -> None:
+        if self._loop.time() > self._until + LATE_S:
+            # The loop itself stood still: what the store said meanwhile is not read yet.
+            self._last_chance()
+            return
         error = self._fences.give_up(self._call)
         settle(self.job, None, error)
         self._slot.fail(error)

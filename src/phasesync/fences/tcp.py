@@ -58,6 +58,7 @@ __all__ = ("TcpCoordinator", "TcpFences")
 GRACE_S = 1.0  # After a deadline the coordinator has so long to answer; then it is lost.
 ANSWER_S = 5.0  # What is no wait is answered within this, or the coordinator is lost.
 CONNECT_S = 30.0
+LATE_S = 0.2  # A timer that fires so late tells of the event loop, not of the coordinator.
 GREETING_S = 5.0  # Who has not greeted by then is cut.
 UNSENT_BYTES_MAX = 2 * ANSWER_BYTES_MAX  # Who does not read is cut.
 NO_REQUEST = 0  # Of what is told without waiting for the answer.
@@ -449,8 +450,7 @@ class TcpFences(asyncio.Protocol):
 
     async def arrive(self, call: FenceCall, arrival: Arrival) -> Opened:
         request, waiting = self._request("arrive", self._said(call), _line(arrival))
-        loop = asyncio.get_running_loop()
-        guard = loop.call_later(call.deadline_s + GRACE_S, self._silent, call)
+        guard = _Guard(call.deadline_s + GRACE_S, partial(self._silent, call))
         try:
             answer = await waiting
         except asyncio.CancelledError:
@@ -460,7 +460,7 @@ class TcpFences(asyncio.Protocol):
                 self._write("fail", NO_REQUEST, self._said(call), said)
             raise
         finally:
-            guard.cancel()
+            guard.end()
         verdict = answer.verdict(call)
         if isinstance(verdict, Broken):
             raise FenceBroken(verdict)
@@ -561,6 +561,27 @@ class TcpFences(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
         return self._lost
+
+
+class _Guard:
+    """A timer that gives the loop another chance if the loop itself stood still."""
+
+    def __init__(self, after_s: float, silent: Callable[[], None]) -> None:
+        self._silent = silent
+        self._loop = asyncio.get_running_loop()
+        self._until = self._loop.time() + after_s
+        self._timer = self._loop.call_at(self._until, self._fire)
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+    def _fire(self) -> None:
+        if self._loop.time() > self._until + LATE_S:
+            # What the coordinator said meanwhile is not read yet.
+            self._until = self._loop.time() + GRACE_S
+            self._timer = self._loop.call_at(self._until, self._fire)
+        else:
+            self._silent()
 
 
 def _line(arrival: Arrival) -> str:
