@@ -21,10 +21,15 @@ def _ray() -> Any:
 
 
 @pytest.fixture(scope="session")
-def ray_here() -> Iterator[Any]:
+def ray_module() -> Any:
+    """The module, for tests that start a Ray of their own."""
+    return _ray()
+
+
+@pytest.fixture(scope="session")
+def ray(ray_module: Any) -> Iterator[Any]:
     """Ray on this machine, with workers that find the tests."""
-    ray = _ray()
-    ray.init(
+    ray_module.init(
         address="local",
         num_cpus=4,
         include_dashboard=False,
@@ -33,11 +38,5 @@ def ray_here() -> Iterator[Any]:
         configure_logging=False,
         runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}},
     )
-    yield ray
-    ray.shutdown()
-
-
-@pytest.fixture(scope="session")
-def ray(ray_here: Any) -> Any:
-    """The module, once Ray has started."""
-    return ray_here
+    yield ray_module
+    ray_module.shutdown()

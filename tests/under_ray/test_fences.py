@@ -43,7 +43,7 @@ def test_the_promises_hold_under_ray(ray: Any) -> None:
     def make(run: str, rank: Rank, incarnation: int) -> RayFences:
         return RayFences(rank=rank, run=run, incarnation=incarnation)
 
-    asyncio.run(check_fence_transport(make))
+    asyncio.run(check_fence_transport(make, together=True))
 
 
 def test_actors_pass_together(ray: Any) -> None:

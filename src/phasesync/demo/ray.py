@@ -6,8 +6,7 @@ is gone gives its memory back, and its peers have heard of it by then from the c
 
 import shutil
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor, wait
+import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from phasesync.core.model import Rank
+from phasesync.demo.base import Command
 from phasesync.demo.budget import DeviceBudget, device_path
 from phasesync.demo.ending import Ending, RankEnd
-from phasesync.demo.engine import Command
 from phasesync.demo.settings import Script
 from phasesync.demo.view import View
 from phasesync.fences.ray import start_coordinator
@@ -66,12 +65,23 @@ def play(script: Script, view: View) -> Ending:
 
 
 def _start_ray(view: View) -> None:
-    """Start Ray beside a view that goes on."""
-    with ThreadPoolExecutor(1) as pool:
-        starting = pool.submit(_init_ray)
-        while not wait((starting,), timeout=TICK_S).done:
-            view.tick()
-        starting.result()
+    """Start Ray, and a view that goes on beside it.
+
+    The view gets the thread: on Linux what Ray starts dies with the thread that started it.
+    """
+    started = threading.Event()
+    ticking = threading.Thread(target=_tick_until, args=(started, view), daemon=True)
+    ticking.start()
+    try:
+        _init_ray()
+    finally:
+        started.set()
+        ticking.join()
+
+
+def _tick_until(over: threading.Event, view: View) -> None:
+    while not over.wait(TICK_S):
+        view.tick()
 
 
 def _init_ray() -> None:
@@ -92,7 +102,7 @@ class _Launcher:
         self._script = script
         self._view = view
         self._scratch = scratch
-        self._died_s: float | None = None
+        self._dead: list[Rank] = []
         self._budgets = [
             DeviceBudget.create(
                 device_path(scratch, number), name=name, capacity=script.sizes.capacity
@@ -120,8 +130,8 @@ class _Launcher:
                 ray.kill(actor)
             for budget in self._budgets:
                 budget.close()
-        survived = None if self._died_s is None else time.monotonic() - self._died_s
-        return Ending(ranks=tuple(ends[rank] for rank in members), survived_s=survived)
+        self._view.tick()
+        return Ending(ranks=tuple(ends[rank] for rank in members), survived_s=self._survived_s())
 
     def _engine(self, rank: Rank) -> Any:
         actor = ray.remote(num_cpus=0)(EngineActor)
@@ -149,9 +159,16 @@ class _Launcher:
             self._bury(end)
         return end
 
+    def _survived_s(self) -> float | None:
+        """From the last word of who died first to the last word of all, by their journals."""
+        words = [(int(line["mono_ns"]), line) for line in self._view.tail.lines]
+        last = {f"{line['role']}/{line['rank']}": at for at, line in words}
+        died = [last[str(rank)] for rank in self._dead if str(rank) in last]
+        return (max(last.values()) - min(died)) / 1e9 if died else None
+
     def _bury(self, end: RankEnd) -> None:
         """Give back the memory of a rank that is gone without a word."""
-        self._died_s = self._died_s or time.monotonic()
+        self._dead.append(end.rank)
         self._view.tick()
         phase = self._view.phase_of(str(end.rank))
         self._budgets[end.rank.number].give(str(end.rank))

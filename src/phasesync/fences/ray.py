@@ -8,7 +8,7 @@ otherwise: one place that every node can find, a secret to share, and word of a 
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import ray
@@ -33,11 +33,14 @@ __all__ = (
     "join_actors",
     "lost_in",
     "start_coordinator",
+    "watch_actors",
 )
 
 NAMESPACE = "phasesync"
 CONNECT_S = 60.0
 LOOK_AGAIN_S = 0.1
+LOOK_S = 0.25  # An idle actor is looked at so often; one at work is watched all the time.
+LOOKS_PER_S = 400  # However many actors there are.
 IDLE_EXIT_S = 30.0  # A coordinator that nobody is connected to any more ends itself.
 
 
@@ -80,7 +83,8 @@ def start_coordinator(
     as what it is. Not detached, it ends with its maker, and they lose the transport. Either way it
     ends itself when nobody has been connected for `idle_exit_s`.
     """
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    # Not soft: that does not bind an actor that needs no resources, and this node is alive.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {
         "name": _name(run, attempt),
         "namespace": NAMESPACE,
@@ -110,7 +114,7 @@ class RayFences:
     def __init__(
         self,
         *,
-        rank: Rank,
+        rank: Rank | None,
         run: str,
         incarnation: int = 0,
         attempt: int = 0,
@@ -122,6 +126,11 @@ class RayFences:
         self._attempt = attempt
         self._detached = detached
         self._inner: TcpFences | None = None
+
+    @classmethod
+    def observer(cls, *, run: str, attempt: int = 0) -> "RayFences":
+        """The endpoint of who watches actors and is no rank: it may only `report_lost`."""
+        return cls(rank=None, run=run, attempt=attempt)
 
     @property
     def boot(self) -> str | None:
@@ -179,7 +188,7 @@ class RayFences:
         until = time.monotonic() + CONNECT_S
         while True:
             try:
-                if self.rank.number == 0:
+                if self.rank is None or self.rank.number == 0:
                     actor = start_coordinator(
                         self._run, attempt=self._attempt, detached=self._detached
                     )
@@ -232,6 +241,34 @@ def lost_in(error: BaseException) -> RankLost | None:
     return RankLost(_why(error), kind=kind)
 
 
+async def watch_actors(
+    actors: Mapping[Rank, Any], tell: Callable[[Rank, RankLost], Awaitable[None]]
+) -> None:
+    """Tell of each actor that dies, until this is cancelled or all are dead.
+
+    One at work is known at once, an idle one when it is next looked at. It needs no method of
+    theirs. A rank that dies before it has connected is seen by nobody else.
+    """
+    pause_s = max(LOOK_S, len(actors) / LOOKS_PER_S)
+    async with asyncio.TaskGroup() as group:
+        for rank, actor in actors.items():
+            group.create_task(_watch(rank, actor, tell, pause_s), name=f"watches {rank}")
+
+
+async def _watch(
+    rank: Rank, actor: Any, tell: Callable[[Rank, RankLost], Awaitable[None]], pause_s: float
+) -> None:
+    while True:
+        try:
+            await answer(actor.__ray_ready__.remote(), grace_s=0)
+        except ActorUnavailableError:
+            pass  # It may come back. Who needs it meanwhile is told.
+        except RayActorError as error:
+            await tell(rank, RankLost(_why(error)))
+            return
+        await asyncio.sleep(pause_s)
+
+
 async def join_actors(
     call: FenceCall, actors: Mapping[Rank, Any], method: str, *arguments: Any, **named: Any
 ) -> Joined[Any]:
@@ -261,6 +298,6 @@ def _cause(rank: Rank, error: BaseException) -> RootCause:
 
 
 def _why(error: RayActorError) -> str:
-    """The line of Ray's notice that says why, which comes after those that say who."""
+    """The first sentences of Ray's notice that say why; lines before them say who."""
     lines = [line.strip() for line in str(error).splitlines() if line and line[0] != "\t"]
-    return lines[-1] if lines else type(error).__name__
+    return lines[-1].partition(" Some common causes")[0] if lines else type(error).__name__

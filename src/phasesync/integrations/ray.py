@@ -5,19 +5,18 @@ with ONE_TO_ALL; all answers are watched together. An actor that is dead is name
 it was at work or idle; one that Ray calls unavailable never is.
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import RayActorError
 
 from phasesync.core.model import OptionValue, Rank, Ticket
 from phasesync.core.plan import resolve
 from phasesync.core.protocol import PhaseDecl, Protocol
-from phasesync.errors import PlanError
-from phasesync.fences.ray import answer, lost_in
+from phasesync.errors import PlanError, RankLost
+from phasesync.fences.ray import answer, lost_in, watch_actors
 from phasesync.runtime.actions import GRACE_S, Action, Turn
 from phasesync.runtime.device import DevicePort
 from phasesync.runtime.driver import Driver
@@ -25,8 +24,6 @@ from phasesync.spec import load
 
 __all__ = ("Errand", "RayDriver")
 
-LOOK_S = 0.25  # An idle actor is looked at so often; one at work is watched all the time.
-LOOKS_PER_S = 400  # However many actors there are.
 ASK_DEVICE_S = 60.0
 
 
@@ -77,13 +74,14 @@ class RayDriver(Driver):
             )
         self.actors = dict(zip(plan.members, actors, strict=True))
         self._under_way: Counter[Rank] = Counter()
+        self._told: set[Rank] = set()
         super().__init__(
             protocol,
             ranks=ranks,
             actions={**self._methods(protocol), **(actions or {})},
             options=options,
             devices=devices or [_device(actor) for actor in actors],
-            watch=lambda _: self._look_at_all(),
+            watch=lambda _: self._watch_all(),
             **settings,
         )
 
@@ -99,6 +97,7 @@ class RayDriver(Driver):
             except RayActorError as error:
                 if (lost := lost_in(error)) is None:
                     raise
+                self._told.add(turn.rank)
                 raise lost from error
             finally:
                 self._under_way[turn.rank] -= 1
@@ -113,24 +112,13 @@ class RayDriver(Driver):
             if any(hasattr(actor, name) for actor in actors)
         }
 
-    async def _look_at_all(self) -> None:
-        pause_s = max(LOOK_S, len(self.actors) / LOOKS_PER_S)
-        async with asyncio.TaskGroup() as group:
-            for rank, actor in self.actors.items():
-                group.create_task(self._look_at(rank, actor, pause_s), name=f"looks at {rank}")
+    async def _watch_all(self) -> None:
+        await watch_actors(self.actors, self._lost)
 
-    async def _look_at(self, rank: Rank, actor: Any, pause_s: float) -> None:
-        """Tell when an idle actor dies. A call that is under way tells of it by itself."""
-        while True:
-            try:
-                await answer(actor.__ray_ready__.remote(), grace_s=0)
-            except ActorUnavailableError:
-                pass  # It may come back. Who needs it meanwhile is told.
-            except RayActorError as error:
-                if not self._under_way[rank]:
-                    await self.report_lost(rank, str(lost_in(error)))
-                return
-            await asyncio.sleep(pause_s)
+    async def _lost(self, rank: Rank, lost: RankLost) -> None:
+        # A call that is or was under way tells of it by itself, and names the phase.
+        if not self._under_way[rank] and rank not in self._told:
+            await self.report_lost(rank, str(lost))
 
 
 class _ActorDevice:
