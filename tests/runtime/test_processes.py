@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from phasesync.errors import EpochFailed
-from tests.runtime.test_world import LED, PHASES, broken
+from tests.runtime.test_world import LED, PHASES, audited, broken
 
 pytest.importorskip("torch")
 
@@ -25,6 +25,9 @@ def test_trouble_in_real_processes(tmp_path: Path, seed: int) -> None:
     trouble = Trouble(KINDS[seed % 4], number, phase, chance.choice([1, 2]), seed)
     outcome = play(4, f"seed-{seed}", tmp_path, trouble)
     assert broken(tmp_path / f"seed-{seed}") == []
+    injected = ("failure", (f"trainer/{number}",), phase, trouble.epoch)
+    expected = ("ok", (), None, None) if trouble.kind == "ok" else injected
+    assert audited(tmp_path / f"seed-{seed}") == expected
     if trouble.kind == "ok":
         assert outcome.said == [["ok", "ok"]] * 4
         return

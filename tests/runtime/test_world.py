@@ -13,6 +13,7 @@ from phasesync.audit.answer import BROKEN, Evidence
 from phasesync.audit.conformance import Conformance
 from phasesync.core.protocol import FenceDecl, Protocol
 from phasesync.errors import EpochFailed
+from phasesync.report.audit import audit_paths
 from phasesync.spec import load
 from tests.runtime.world import World
 
@@ -40,6 +41,12 @@ def broken(folder: Path) -> list[tuple[str | None, tuple[object, ...]]]:
     for at, (where, line) in enumerate(lines(folder)):
         replay.see(at, where, line)
     return [(f.rule, f.guilty) for f in replay.findings if f.strength == BROKEN]
+
+
+def audited(folder: Path) -> tuple[str, tuple[object, ...], str | None, int | None]:
+    """The auditor's answer on a run: verdict, guilty, phase and epoch."""
+    (answer,) = audit_paths([folder])
+    return answer.verdict, answer.guilty, answer.phase, answer.epoch
 
 
 def without(protocol: Protocol, fence: str) -> Protocol:
@@ -134,6 +141,9 @@ def test_two_hundred_seeds_of_trouble(tmp_path: Path) -> None:
         seen[trouble] += 1
         where = f"seed {seed}: {trouble} {number} {phase} {epoch}"
         assert broken(tmp_path / world.run) == [], where
+        injected = ("failure", (f"trainer/{number}",), phase, epoch)
+        expected = ("ok", (), None, None) if trouble == "ok" else injected
+        assert audited(tmp_path / world.run) == expected, where
         failures = [
             failed for answers in said if isinstance(answers, list) for failed in answers if failed
         ]
