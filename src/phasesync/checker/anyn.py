@@ -14,7 +14,7 @@ from phasesync.checker.space import Others, Space
 from phasesync.core.kernel import Faults
 from phasesync.core.model import OptionValue
 from phasesync.core.plan import Plan, resolve
-from phasesync.core.protocol import EVERYWHERE, Protocol
+from phasesync.core.protocol import ELSEWHERE, EVERYWHERE, Protocol
 from phasesync.errors import PlanError
 
 __all__ = ("Mutate", "closed", "counts", "tracked", "unclosed")
@@ -45,6 +45,8 @@ def unclosed(protocol: Protocol, options: Mapping[str, OptionValue], mutate: Mut
     """
     if any(effect.reach == EVERYWHERE for phase in protocol.phases for effect in phase.effects):
         return "a phase reaches the devices of all ranks, so that no finite part is closed"
+    if any(each.on == ELSEWHERE for each in protocol.invariants):
+        return "a never speaks of other devices, so that no finite part is closed"
     if any(not isinstance(group.size, str) for group in protocol.groups):
         return "the size of a group is fixed in the protocol; ranks are counted out instead"
     if len(protocol.groups) > 1:

@@ -5,7 +5,7 @@ Two accesses conflict when they reach one cell and not both only read it, or rea
 far their programs are read, and no further. The footprint decides, not the rank.
 """
 
-from phasesync.checker.tables import Row, Tables
+from phasesync.checker.tables import BlockState, Row, Tables
 from phasesync.core.kernel import RankState, Stage, Status
 from phasesync.core.plan import Act, Plan, Step, Touch
 from phasesync.core.protocol import Verb
@@ -40,6 +40,22 @@ class Apart:
         if found is None:
             found = self._memo[key] = self._ask(slot, unit, other, other_unit)
         return found
+
+    def elsewhere(self, block: BlockState, theirs: "Apart", other: BlockState) -> bool:
+        """Whether a block of one rank may move before another, for what `elsewhere` excludes."""
+        if len(block) != 3 or len(other) != 3:
+            return False
+        mine, row = self.tables.row(0, block[2]), theirs.tables.row(0, other[2])
+        acts = theirs._reach(mine, theirs.tables.slots[0].rank, row)
+        if acts is None:
+            return False
+        width = len(self.plan.protocol.resources)
+        own = {touch.cell % width for touch in self._now(mine) if touch.verb not in _READS}
+        far = {t.cell % width for act in acts for t in act.touches if t.verb not in _READS}
+        return not any(
+            (one in own and two in far) or (two in own and one in far)
+            for one, two in self.plan.elsewhere
+        )
 
     def _ask(self, slot: int, unit: int, other: int, other_unit: int) -> bool:
         mine, theirs = self.tables.row(slot, unit), self.tables.row(other, other_unit)

@@ -35,6 +35,7 @@ class Summary(NamedTuple):
     private: bool
     resting: bool
     heeds: int
+    held: tuple[int, ...]
 
 
 _BUSY = frozenset((Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
@@ -162,7 +163,19 @@ class Moves:
             all(_private(row) for row in rows),
             any(_resting(row, self.epochs) for row in rows),
             heeds,
+            self._held(block),
         )
+
+    def _held(self, block: BlockState) -> tuple[int, ...]:
+        """For each pair of `elsewhere`: on how many devices the one is held, the other, both."""
+        counts: list[int] = []
+        cells = [self.tables.unit_of[unit][1] for unit in block[2:]]
+        for one, two in self.tables.plan.elsewhere:
+            holds = [(bool(each[one] & 3), bool(each[two] & 3)) for each in cells if each]
+            counts.append(sum(first for first, _ in holds))
+            counts.append(sum(second for _, second in holds))
+            counts.append(sum(first and second for first, second in holds))
+        return tuple(counts)
 
     def of(self, number: int, around: Around) -> tuple[Move, ...]:
         """All moves of the block, faults last."""

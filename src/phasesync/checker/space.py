@@ -21,6 +21,9 @@ State: TypeAlias = tuple[int, ...]
 Step: TypeAlias = tuple[Kind, str, State, bool, bool]
 
 
+_ON_MEMORY = frozenset((Kind.START, Kind.END, Kind.FAIL, Kind.LAND, Kind.ABORT, Kind.PASS))
+
+
 class Others(NamedTuple):
     """Who else there is, beside the tracked ranks: in the world, in the block's own scopes.
 
@@ -54,7 +57,10 @@ class Space:
         self.plan = plan
         self.faults = faults
         self.epochs = epochs
-        self.reduction = reduction
+        self.pairs = len(plan.elsewhere)
+        self.lone = reduction and bool(self.pairs) and not (faults.most or faults.deadlines)
+        self.reduction = reduction = reduction and not self.pairs
+        self._apart: dict[tuple[int, int, int, int], bool] = {}
         self.symmetry = symmetry
         self.whole = whole
         self.world = Bits()
@@ -105,6 +111,10 @@ class Space:
             for at, each in enumerate(sums):
                 if self._private(each) and (moves := self.of[at].of(parts[at], around)):
                     return [self._step(parts, sums, around, faults, at, move) for move in moves]
+        if self.lone:
+            for at, part in enumerate(parts):
+                if (moves := self.of[at].of(part, around)) and self._alone(at, parts):
+                    return [self._step(parts, sums, around, faults, at, move) for move in moves]
         found: list[Step] = []
         seen: set[tuple[int, int]] = set()
         for at, part in enumerate(parts):
@@ -133,6 +143,22 @@ class Space:
                 found.append((Kind.ARRIVE, name, after, False, False))
             after = (opened, broken | bit, faults, *parts)
             found.append((Kind.DEADLINE, name, after, False, False))
+        return found
+
+    def _alone(self, at: int, parts: list[int]) -> bool:
+        """Whether nothing that other blocks do before this one moves excludes what it does."""
+        kind, part = self.kind[at], parts[at]
+        others = {(self.kind[n], each) for n, each in enumerate(parts) if n != at}
+        return all(self._far(kind, part, *other) for other in others)
+
+    def _far(self, kind: int, part: int, other_kind: int, other: int) -> bool:
+        key = (kind, part, other_kind, other)
+        found = self._apart.get(key)
+        if found is None:
+            mine, theirs = self.moves[kind], self.moves[other_kind]
+            found = self._apart[key] = mine.apart.elsewhere(
+                mine.blocks[part], theirs.apart, theirs.blocks[other]
+            )
         return found
 
     def _private(self, summary: Summary) -> bool:
@@ -165,6 +191,8 @@ class Space:
                     awaits |= rest.awaits
             opened &= awaits
             broken &= awaits
+        if self.pairs and move.kind in _ON_MEMORY:
+            bad = bad or self._elsewhere(sums, at, after)
         blocks_after = parts.copy()
         blocks_after[at] = move.block
         for group in self.alike:
@@ -174,6 +202,15 @@ class Space:
                     blocks_after[each] = block
         state = (opened, broken, faults + move.faults, *blocks_after)
         return (move.kind, move.name, state, bad, move.faults > 0)
+
+    def _elsewhere(self, sums: list[Summary], at: int, after: Summary) -> bool:
+        """Whether one of a pair is held while the other is held on another device."""
+        held = [after if other == at else each for other, each in enumerate(sums)]
+        for pair in range(self.pairs):
+            one, two, both = (sum(e.held[3 * pair + n] for e in held) for n in range(3))
+            if one and two and (one, two, both) != (1, 1, 1):
+                return True
+        return False
 
     def _decided(
         self, sums: list[Summary], at: int, after: Summary, bit: int, opened: int, broken: int

@@ -733,7 +733,9 @@ def crashed(plan: Plan, cells: tuple[int, ...], rank: int, state: RankState) -> 
     unless the call was one to an engine, which goes on without it."""
     who = plan.members[rank]
     after = tuple(
-        cell(Mapped.LOST) if plan.owner[number] == who and value & 3 != Mapped.NO else value
+        cell(Mapped.NO if plan.freed[number] else Mapped.LOST)
+        if plan.owner[number] == who and value & 3 != Mapped.NO
+        else value
         for number, value in enumerate(cells)
     )
     here = next_step(plan, rank, state)

@@ -25,6 +25,7 @@ from phasesync.core.model import (
 )
 from phasesync.core.protocol import (
     DEVICE,
+    ELSEWHERE,
     EVERYWHERE,
     WORLD,
     Evidence,
@@ -139,6 +140,8 @@ class Plan:
     never_on: tuple[tuple[Together, ...], ...]
     digest: Digest
     world: int = field(default=0)
+    elsewhere: tuple[tuple[int, int], ...] = ()
+    freed: tuple[bool, ...] = ()
     defects: frozenset[Defect] = frozenset()
 
     def index(self, rank: Rank) -> int:
@@ -295,6 +298,8 @@ class _Resolver:
             never=tuple(pair for pairs in never for pair in pairs),
             never_on=never,
             digest=digest,
+            elsewhere=self._elsewhere(),
+            freed=tuple(decl.freed for _, decl in cells),
         )
 
     def _group(
@@ -343,7 +348,7 @@ class _Resolver:
 
     def _together(self) -> tuple[tuple[Together, ...], ...]:
         """What `never` forbids, device by device."""
-        found = self._invariants(InvariantKind.NEVER)
+        found = [each for each in self._invariants(InvariantKind.NEVER) if each.on == DEVICE]
         width = len(self.resources)
         return tuple(
             tuple(
@@ -355,6 +360,16 @@ class _Resolver:
                 for each in found
             )
             for device in range(len(self.devices))
+        )
+
+    def _elsewhere(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of resources, by number, of which one may not be held while the other is held on
+        another device."""
+        return tuple(
+            (self.resources[one], self.resources[two])
+            for each in self._invariants(InvariantKind.NEVER)
+            if each.on == ELSEWHERE
+            for one, two in (each.resources[:2],)
         )
 
     def _invariants(self, kind: InvariantKind) -> list[Invariant]:

@@ -28,7 +28,7 @@ from phasesync.core.model import Device, Phase, Rank, ResourceName
 from phasesync.core.plan import Act, Plan, Touch
 from phasesync.core.protocol import Retry, Verb
 
-__all__ = ("Violation", "raced", "together", "violations", "wanted")
+__all__ = ("Violation", "elsewhere", "raced", "together", "violations", "wanted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +108,25 @@ def together(
             )
 
 
+def elsewhere(plan: Plan, who: Rank, cells: Sequence[int]) -> Iterator[Violation]:
+    """What is held on one device while that which excludes it is held on another."""
+    width = len(plan.protocol.resources)
+    for one, two in plan.elsewhere:
+        first = {at // width for at in range(one, len(cells), width) if cells[at] & 3}
+        second = {at // width for at in range(two, len(cells), width) if cells[at] & 3}
+        if first and second and len(first | second) > 1:
+            device = min(first)
+            names = [plan.protocol.resources[each].name for each in (one, two)]
+            other = plan.devices[min(second - {device} or second)]
+            yield Violation(
+                property="never",
+                device=plan.devices[device],
+                resources=tuple(names),
+                rank=who,
+                says=f"{names[0]} while {other} holds {names[1]}",
+            )
+
+
 def violations(plan: Plan, before: System, event: Event, after: System) -> tuple[Violation, ...]:
     """Everything that `event` breaks; the checker asks after each step."""
     who = plan.members[event.rank]
@@ -128,6 +147,7 @@ def violations(plan: Plan, before: System, event: Event, after: System) -> tuple
     devices = {touch.cell // width for touch in act.touches}
     if devices:
         found += together(plan, who, after.cells, devices)
+        found += elsewhere(plan, who, after.cells)
     return tuple(found)
 
 
@@ -161,6 +181,7 @@ def _aborting(
         yield from raced(plan, who, act, in_progress(plan, before, rank))
         width = len(plan.protocol.resources)
         yield from together(plan, who, after.cells, {touch.cell // width for touch in touches})
+        yield from elsewhere(plan, who, after.cells)
 
 
 _BUSY = frozenset((Status.ACTING, Status.DEAD_ACTING, Status.HUNG))

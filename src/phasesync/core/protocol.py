@@ -21,6 +21,7 @@ from phasesync.core.model import (
 
 __all__ = (
     "DEVICE",
+    "ELSEWHERE",
     "EVERYWHERE",
     "WORLD",
     "Effect",
@@ -43,6 +44,7 @@ __all__ = (
 
 WORLD = "world"
 DEVICE = "device"
+ELSEWHERE = "elsewhere"
 EVERYWHERE = "all"
 
 
@@ -130,11 +132,13 @@ class RoleDecl:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceDecl:
     """Device memory with an owner, whose death loses it; `start` is its state at every epoch's
-    start. `content` is true where it holds a weight version."""
+    start. `content` is true where it holds a weight version, `freed` where the owner's death is
+    known to give the memory back at once."""
 
     name: ResourceName
     owner: RoleName
     content: bool = False
+    freed: bool = False
     start: Condition | None = None
     tag: str | None = None
     place: Place = NOWHERE
@@ -142,10 +146,12 @@ class ResourceDecl:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invariant:
-    """A declared property; `never` speaks of resources together on one device."""
+    """A declared property; `never` speaks of resources together on one device, or of two of which
+    one is held while the other is held `elsewhere`, on another device."""
 
     kind: InvariantKind
     resources: tuple[ResourceName, ...]
+    on: str = DEVICE
     when: Condition | None = None
     place: Place = NOWHERE
 

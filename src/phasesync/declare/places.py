@@ -8,6 +8,7 @@ from phasesync.core.model import GroupName, OptionName, ResourceName, RoleName
 from phasesync.core.options import suggest
 from phasesync.core.protocol import (
     DEVICE,
+    ELSEWHERE,
     GroupDecl,
     Invariant,
     InvariantKind,
@@ -106,15 +107,18 @@ def read_resources(draft: Draft) -> Iterator[ResourceDecl]:
         table = say.table(node, what, "write {owner: ROLE}")
         if table is None:
             continue
-        own = say.fields(table, what, ("owner", "content", "start"), ("owner",))
+        own = say.fields(table, what, ("owner", "content", "start", "dies"), ("owner",))
         owner = say.reference(own["owner"], "role", draft.roles) if "owner" in own else None
         content = own.get("content")
         if content is not None:
             say.choice(content, f"content of {what}", ("version",), "version")
+        dies = own.get("dies")
+        gives = say.choice(dies, f"dies of {what}", ("lost", "freed"), "lost") if dies else None
         yield ResourceDecl(
             name=ResourceName(name),
             owner=RoleName(owner or ""),
             content=content is not None,
+            freed=gives == "freed",
             start=_start(draft, own.get("start"), what),
             place=key.place,
         )
@@ -141,11 +145,12 @@ def read_never(draft: Draft, node: Node | None) -> Iterator[Invariant]:
         if table is None:
             continue
         own = say.fields(table, "an item of never", ("together", "on", "when"), ("together",))
-        say.choice(own.get("on"), "'on' of never", (DEVICE,), DEVICE)
+        on = say.choice(own.get("on"), "'on' of never", (DEVICE, ELSEWHERE), DEVICE)
         found = _together(draft, own["together"]) if "together" in own else ()
         yield Invariant(
             kind=InvariantKind.NEVER,
             resources=found,
+            on=on or DEVICE,
             when=draft.condition(own.get("when"), "when"),
             place=item.place,
         )

@@ -98,12 +98,15 @@ def _resource(resource: ResourceDecl) -> str:
     return _braces(
         f"owner: {resource.owner}",
         "content: version" if resource.content else "",
+        "dies: freed" if resource.freed else "",
         f"start: {{mapped: {_quoted(write(start))}}}" if start is not None else "",
     )
 
 
 def _never(invariant: Invariant) -> str:
-    return _braces(f"together: [{', '.join(invariant.resources)}]", "on: device", _when(invariant))
+    return _braces(
+        f"together: [{', '.join(invariant.resources)}]", f"on: {invariant.on}", _when(invariant)
+    )
 
 
 def _when(decl: StepDecl | Invariant) -> str:
