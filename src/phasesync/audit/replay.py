@@ -25,6 +25,9 @@ from phasesync.core.protocol import Protocol
 __all__ = ("EpochFile", "audit_journals")
 
 
+_SHARED = ("members", "devices", "place", "groups", "options")
+
+
 class EpochFile(NamedTuple):
     """One journal, an epoch at a time: its lines, and those that could not be read."""
 
@@ -68,6 +71,7 @@ class _Rounds:
         self._seqs = [-1] * len(files)
         self._names = [""] * len(files)
         self._ordered: bool | None = None
+        self._plan: dict[str, Any] | None = None
 
     def go(self) -> None:
         while True:
@@ -80,11 +84,24 @@ class _Rounds:
                 lines, bad = found
                 for raw in bad:
                     self._audit.bad(file.name, raw)
+                if self._ordered is None:
+                    self._share(lines)
                 blocks.append(Block(lines, not bad and bool(lines)))
             if all(block is None for block in blocks):
                 return
             if not self._round(blocks):
                 return
+
+    def _share(self, lines: list[Numbered]) -> None:
+        """All ranks write the same plan; thousands of copies of it need not be kept."""
+        for _, line in lines[:8]:
+            if line.get("event") != "plan":
+                continue
+            if self._plan is None:
+                self._plan = line
+            for field in _SHARED:
+                if line.get(field) == self._plan.get(field):
+                    line[field] = self._plan.get(field)
 
     def _round(self, blocks: list[Block | None]) -> bool:
         """Take in one block of each rank; False once the rest was fed line by line."""

@@ -27,6 +27,8 @@ __all__ = (
 Numbered = tuple[int, dict[str, Any]]
 Shape = tuple[tuple[object, object, int], ...]
 _INFO: Final = {"info"}
+# Whoever comes last decides, and progress comes as often as it likes: no part of a shape.
+_ANYBODY: Final = frozenset({"fence.decide", "phase.progress"})
 _SHAPES_MAX: Final = 65536
 _VALUES: Final = frozenset(
     {
@@ -131,7 +133,11 @@ def shape_of(block: Block, seq: int) -> tuple[Shape, int] | None:
         if {line["level"] for line in lines} != _INFO:
             return None
         shape = tuple(
-            [(line["event"], line.get("phase") or line.get("fence"), len(line)) for line in lines]
+            [
+                (line["event"], line.get("phase") or line.get("fence"), len(line))
+                for line in lines
+                if line["event"] not in _ANYBODY
+            ]
         )
     except (KeyError, TypeError):
         return None
