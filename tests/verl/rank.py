@@ -233,7 +233,8 @@ class Run:
         """As after a training step: parameters and cached blocks are on the device."""
         self.epoch += 1
         self.calls.clear()
-        for what in ("params", "cache"):
+        # Parameters that never leave are few enough to be there beside KV.
+        for what in ("params", "cache") if self.job.param_offload else ("cache",):
             if not self.ledger.has(self.rank, what):
                 self.ledger.take(self.rank, what)
 

@@ -45,7 +45,7 @@ class Outcome:
         oom = [each for each in bad if each.outcome == "OOM"]
         if oom:
             return f"OOM: {oom[0].error}"
-        causes = {each.cause for each in bad}
+        causes = {each.cause or f"{each.outcome}: {each.error}" for each in bad}
         slowest = max(each.since_failure_s or each.seconds for each in bad)
         if len(causes) == 1 and len(bad) == self.job.ranks:
             return f"all stop in {slowest:.2f} s: {causes.pop()}"
