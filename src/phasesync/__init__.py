@@ -14,14 +14,17 @@ if TYPE_CHECKING:
     from phasesync.core.protocol import Protocol
     from phasesync.errors import EpochFailed, FenceBroken, PhasesyncError, ProtocolError
     from phasesync.fences.inprocess import InProcessFences
+    from phasesync.fences.ray import RayFences
     from phasesync.fences.store import StoreFences
-    from phasesync.runtime import DevicePort, EpochReport, HostDevice, RankRunner, Turn
+    from phasesync.integrations.ray import RayDriver
+    from phasesync.runtime import DevicePort, Driver, EpochReport, HostDevice, RankRunner, Turn
     from phasesync.spec import load, loads
 
 __version__ = "0.1.0"
 
 __all__ = (
     "DevicePort",
+    "Driver",
     "EpochFailed",
     "EpochReport",
     "FenceBroken",
@@ -32,6 +35,8 @@ __all__ = (
     "ProtocolError",
     "Rank",
     "RankRunner",
+    "RayDriver",
+    "RayFences",
     "RootCause",
     "StoreFences",
     "Ticket",
@@ -43,6 +48,7 @@ __all__ = (
 
 _HOMES = {
     "DevicePort": "phasesync.runtime",
+    "Driver": "phasesync.runtime",
     "EpochFailed": "phasesync.errors",
     "EpochReport": "phasesync.runtime",
     "FenceBroken": "phasesync.errors",
@@ -53,6 +59,8 @@ _HOMES = {
     "ProtocolError": "phasesync.errors",
     "Rank": "phasesync.core.model",
     "RankRunner": "phasesync.runtime",
+    "RayDriver": "phasesync.integrations.ray",
+    "RayFences": "phasesync.fences.ray",
     "RootCause": "phasesync.core.model",
     "StoreFences": "phasesync.fences.store",
     "Ticket": "phasesync.core.model",
@@ -70,9 +78,9 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(home), name)
     except ModuleNotFoundError as error:
-        if error.name == "torch":
+        if (needs := error.name) in ("ray", "torch"):
             raise ModuleNotFoundError(
-                f"phasesync.{name} needs torch: pip install 'phasesync[torch]'", name="torch"
+                f"phasesync.{name} needs {needs}: pip install 'phasesync[{needs}]'", name=needs
             ) from error
         raise
 

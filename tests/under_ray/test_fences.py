@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +27,22 @@ class Member:
         return await live(part, RayFences(rank=rank_of(part.number), run=part.run))
 
 
-def members(ray: Any, size: int = SIZE) -> dict[Rank, Any]:
-    actor = ray.remote(Member)
-    return {rank_of(n): actor.options(num_cpus=0).remote() for n in range(size)}
+@pytest.fixture(scope="module")
+def standing(ray: Any) -> Iterator[dict[Rank, Any]]:
+    """Actors that are kept from test to test."""
+    kept: dict[Rank, Any] = {}
+    yield kept
+    for actor in kept.values():
+        ray.kill(actor)
+
+
+@pytest.fixture
+def actors(ray: Any, standing: dict[Rank, Any]) -> dict[Rank, Any]:
+    """A living actor for each rank; those that the last test killed are made again."""
+    for rank in map(rank_of, range(SIZE)):
+        if rank not in standing:
+            standing[rank] = ray.remote(num_cpus=0)(Member).remote()
+    return standing
 
 
 def parts(**bad: Any) -> list[Part]:
@@ -46,8 +60,7 @@ def test_the_promises_hold_under_ray(ray: Any) -> None:
     asyncio.run(check_fence_transport(make, together=True))
 
 
-def test_actors_pass_together(ray: Any) -> None:
-    actors = members(ray)
+def test_actors_pass_together(ray: Any, actors: dict[Rank, Any]) -> None:
     seen = ray.get([actors[rank_of(p.number)].live.remote(p) for p in parts()], timeout=60)
     assert [len(who.outcomes) for who in seen] == [3] * SIZE
     assert len({tuple(who.outcomes) for who in seen}) == 1
@@ -63,13 +76,12 @@ async def all_wait_for_the_victim(part: Part) -> None:
     await onlooker.close()
 
 
-def test_a_killed_actor_is_known_within_a_second(ray: Any) -> None:
-    actors = members(ray)
+def test_a_killed_actor_is_known_within_a_second(ray: Any, actors: dict[Rank, Any]) -> None:
     given = parts(act="late", late_s=60.0)
     answers = [actors[rank_of(p.number)].live.remote(p) for p in given]
     asyncio.run(all_wait_for_the_victim(given[0]))
     killed = time.monotonic()
-    ray.kill(actors[rank_of(VICTIM)])
+    ray.kill(actors.pop(rank_of(VICTIM)))
     seen = ray.get([a for n, a in enumerate(answers) if n != VICTIM], timeout=30)
     causes = {who.last[1] for who in seen}
     (cause,) = causes
@@ -77,17 +89,17 @@ def test_a_killed_actor_is_known_within_a_second(ray: Any) -> None:
     assert max(who.ended_at[-1] for who in seen) - killed < 1
 
 
-def test_a_killed_coordinator_is_lost_at_once(ray: Any) -> None:
+def test_a_killed_coordinator_is_lost_at_once(ray: Any, actors: dict[Rank, Any]) -> None:
     from phasesync.fences.ray import NAMESPACE
 
     given = parts(act="late", late_s=60.0)
-    actors = members(ray)
     answers = [actors[rank_of(p.number)].live.remote(p) for p in given]
     asyncio.run(all_wait_for_the_victim(given[0]))
     coordinator = ray.get_actor(f"phasesync.{given[0].run}.0", namespace=NAMESPACE)
     killed = time.monotonic()
     ray.kill(coordinator)
     seen = ray.get([a for n, a in enumerate(answers) if n != VICTIM], timeout=30)
+    ray.kill(actors.pop(rank_of(VICTIM)))  # It would sleep on.
     assert {who.last[0] for who in seen} == {"lost"}
     assert max(who.ended_at[-1] for who in seen) - killed < 1
 
