@@ -117,6 +117,7 @@ class _Scope:
     first: int | None = None
     last: int = -1
     opened: int | None = None
+    opened_before: int | None = None
 
 
 NOT_JUDGED = Passed(Verdict(by=""), None)
@@ -386,7 +387,8 @@ class StoreFences:
     def _pass(self, call: FenceCall, passed: Passed) -> Opened:
         match passed.answer:
             case Opened() as opened:
-                self._scopes[call.key.scope].opened = call.key.generation
+                scope = self._scopes[call.key.scope]
+                scope.opened_before, scope.opened = scope.opened, call.key.generation
                 return opened
             case Broken() as broken:
                 self._forget_registrations()
@@ -450,7 +452,10 @@ async def _report(lines: Lines, space: Space, cause: RootCause, incarnation: int
 
 
 def _scope_ends(scope: _Scope) -> tuple[int, int]:
-    """The generations whose keys this rank may have left behind."""
+    """The generations whose keys this rank may have left behind.
+
+    Closing may cut the tidying up after the last fence, so that one's share counts too.
+    """
     first = scope.first or 0
-    opened = first if scope.opened is None else scope.opened
-    return max(min(first, opened), opened - VERDICTS_KEPT, 0), scope.last
+    known = [n for n in (scope.opened_before, scope.opened, first) if n is not None]
+    return max(min(first, known[0]), known[0] - VERDICTS_KEPT, 0), scope.last
