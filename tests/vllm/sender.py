@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .sleepy_worker import broadcast, gloo
 
-__all__ = ("Sender",)
+__all__ = ("Sender", "children", "end", "free_port")
 
 
 class Sender:
@@ -69,3 +70,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def children() -> set[Any]:
+    """The processes that this one has started, and theirs."""
+    return set(psutil.Process().children(recursive=True))
+
+
+def end(processes: set[Any], within_s: float = 5.0) -> None:
+    """Leave none of them behind: an engine that lost a worker does not end by itself."""
+    _, left = psutil.wait_procs(processes, timeout=within_s)
+    for process in left:
+        process.kill()
+    psutil.wait_procs(left, timeout=within_s)

@@ -23,7 +23,7 @@ from phasesync.runtime import RankRunner, Turn
 
 from .conftest import PROMPT, Models
 from .cycle import Fences, colocated_epoch
-from .sender import Sender
+from .sender import Sender, children, end
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -50,9 +50,11 @@ def llm(run: Run, models: Models, engine_options: dict[str, Any]) -> Iterator[An
             )
         )
 
+    before = children()
     engine = run(make())
     yield engine
     engine.shutdown()
+    end(children() - before)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from phasesync.errors import EngineError, EngineRefused
 
 from .conftest import PROMPT, Models
 from .cycle import Fences
-from .sender import Sender
+from .sender import Sender, children, end
 from .test_async_llm import ask, say
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -41,9 +41,11 @@ def llm(run: Run, models: Models, engine_options: dict[str, Any]) -> Iterator[An
             )
         )
 
+    before = children()
     engine = run(make())
     yield engine
     engine.shutdown()
+    end(children() - before)
 
 
 def test_two_ranks_serve_exactly_what_the_trainer_holds(run: Run, llm: Any, models: Models) -> None:
