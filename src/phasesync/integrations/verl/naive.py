@@ -53,6 +53,11 @@ class NaiveSync:
         """A sync begins; the step is what the rollout is told."""
         self._global_steps = global_steps
 
+    def done(self) -> None:
+        """The sync went well everywhere in the replica: the base, if it was due, is there."""
+        self._worker.base_sync_done = True
+        self._woken = False  # The engine serves, and is put to sleep by verl's driver.
+
     def drop(self) -> None:
         """Hold on to no weight once the sync is over, however it ended."""
         self._weights = self._adapter = None
@@ -116,7 +121,6 @@ class NaiveSync:
         self._device.collect_ipc()
         self._device.empty_cache()
         self._say("After offload model to cpu")
-        self._worker.base_sync_done = True
 
     async def resume_kv(self) -> None:
         self._woken = True

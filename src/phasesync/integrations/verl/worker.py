@@ -82,6 +82,7 @@ class Worker:
         try:
             self._sync.begin(global_steps)
             await self._runner.run_epoch()
+            self._sync.done()
         finally:
             self._sync.drop()
             self._module.set_expandable_segments(True)

@@ -1,0 +1,167 @@
+"""The integration with verl, without verl: against calls recorded from its own body."""
+
+import asyncio
+import inspect
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phasesync.errors import EpochFailed, PlanError
+from phasesync.integrations.verl.place import options_of, replicas
+from phasesync.integrations.verl.probe import worker_class
+from phasesync.integrations.verl.settings import Settings
+from phasesync.integrations.verl.worker import worker_body
+from phasesync.report.audit import audit_paths
+from tests.integrations.written_down import Old, module, worker
+
+RECORDED = json.loads(
+    (Path(__file__).parent.parent / "data" / "verl" / "calls-0.9.1.json").read_text()
+)
+
+
+def installed(tmp_path: Path, **chosen: Any) -> tuple[Any, Any]:
+    """The written-down module with the body that `install` would put there, and its class."""
+    found = module()
+    cls: Any = worker_class(found)
+    settings = Settings.make(runs=str(tmp_path), run=tmp_path.name, **chosen)
+    cls.update_weights = worker_body(cls.update_weights, found, settings)
+    return found, cls
+
+
+@pytest.mark.parametrize("mode", ["enforce"])
+@pytest.mark.parametrize("case", RECORDED)
+def test_calls_equal_those_of_verls_own_body(tmp_path: Path, case: str, mode: str) -> None:
+    found, cls = installed(tmp_path, mode=mode)
+    made, calls = worker(cls, case)
+
+    async def two_syncs() -> list[list[str]]:
+        seen = []
+        for step in (1, 2):
+            await made.update_weights(global_steps=step)
+            seen.append(list(calls))
+            calls.clear()
+        return seen
+
+    leaders = RECORDED[case][::2]
+    assert asyncio.run(two_syncs()) == leaders
+    assert found.segments == [False, True] * 2
+    assert made.base_sync_done
+    assert [answer.verdict for answer in audit_paths([tmp_path])] == ["ok"]
+
+
+def test_other_modes_are_left_to_verl(tmp_path: Path) -> None:
+    _, cls = installed(tmp_path)
+    made, calls = worker(cls, "plain")
+    asyncio.run(made.update_weights(7, mode="nccl"))
+    assert made.stock_ran == (7, "nccl")
+    assert not calls
+
+
+def test_a_failure_restores_segments_and_keeps_the_base_due(tmp_path: Path) -> None:
+    found, cls = installed(tmp_path)
+    made, calls = worker(cls, "lora adapter")
+
+    def boom(device: str, **named: Any) -> None:
+        raise RuntimeError("boom")
+
+    made.actor.engine.to = boom
+    with pytest.raises(EpochFailed, match="failed in phase 'offload': RuntimeError: boom"):
+        asyncio.run(made.update_weights(1))
+    assert found.segments == [False, True]
+    assert not made.base_sync_done
+    assert not any("kv_cache" in call for call in calls)
+
+
+def test_releases_that_do_not_fit_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "verl", SimpleNamespace(__version__="0.7.1"))
+    with pytest.raises(PlanError) as caught:
+        worker_class(module(Old))
+    assert str(caught.value) == (
+        "verl 0.7.1: ActorRolloutRefWorker.update_weights takes (self, global_steps), not "
+        "(self, global_steps, mode); phasesync fits verl 0.8.0 and newer"
+    )
+
+
+def test_the_signature_is_kept(tmp_path: Path) -> None:
+    stock = module().ActorRolloutRefWorker.update_weights
+    _, cls = installed(tmp_path)
+    assert inspect.signature(cls.update_weights) == inspect.signature(stock)
+
+
+def test_a_wrong_setting_is_named() -> None:
+    with pytest.raises(PlanError, match="no setting 'folder'; settings are: mode, runs"):
+        Settings.make(folder="x")
+    with pytest.raises(PlanError, match="on_start_failure is 'go'; it must be one of: stop, stock"):
+        Settings.make(on_start_failure="go")
+
+
+class Mesh:
+    """A device mesh as far as it is read: `.mesh` of (dp, infer_tp, infer_pp)."""
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.mesh = self
+        self._rows = rows
+
+    def numel(self) -> int:
+        return sum(map(len, self._rows))
+
+    def __iter__(self) -> Any:
+        return iter(SimpleNamespace(flatten=lambda row=row: _Row(row)) for row in self._rows)
+
+
+class _Row:
+    def __init__(self, row: list[int]) -> None:
+        self._row = row
+
+    def tolist(self) -> list[int]:
+        return self._row
+
+
+@pytest.mark.parametrize(
+    ("rollout", "mesh", "groups"),
+    [
+        ({}, Mesh([[0, 1], [2, 3]]), [[0, 1], [2, 3]]),
+        ({"tensor_model_parallel_size": 4}, None, [[0, 1, 2, 3]]),
+        ({"tensor_model_parallel_size": 1, "data_parallel_size": 2}, None, [[0, 1], [2, 3]]),
+        ({}, None, [[0, 1, 2, 3]]),
+        (
+            {
+                "tensor_model_parallel_size": 1,
+                "disaggregation": {
+                    "enabled": True,
+                    "prefill_replicas": 1,
+                    "decode_replicas": 1,
+                    "decode_tensor_model_parallel_size": 3,
+                },
+            },
+            Mesh([[0, 1], [2, 3]]),
+            [[0], [1, 2, 3]],
+        ),
+    ],
+    ids=["mesh", "tensor parallel", "data parallel", "nothing said", "prefill and decode apart"],
+)
+def test_a_replica_is_who_shares_an_engine(
+    rollout: dict[str, Any], mesh: Any, groups: list[list[int]]
+) -> None:
+    made = SimpleNamespace(
+        config=SimpleNamespace(rollout=rollout), rollout=SimpleNamespace(device_mesh=mesh)
+    )
+    assert replicas(made, 4) == groups
+
+
+def test_options_come_from_verls_configuration() -> None:
+    _, cls = module(), module().ActorRolloutRefWorker
+    made, _ = worker(cls, "lora adapter on sglang")
+    assert options_of(made, [[0, 1]]) == {
+        "replica_size": 2,
+        "param_offload": True,
+        "optimizer_offload": False,
+        "free_cache_engine": True,
+        "sleep_keeps": "weights",
+        "lora": "adapter",
+    }
