@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.runtime.world import World
+
 from phasesync.audit import Answer
 from phasesync.core.protocol import FenceDecl, Protocol
 from phasesync.report.audit import audit_paths
 from phasesync.spec import load
-from tests.runtime.world import World
 
 LED = ("resume_weights", "load", "resume_kv", "sleep")
 PHASES = (

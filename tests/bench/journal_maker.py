@@ -50,7 +50,7 @@ class _Rank:
 
 
 def _stamp(wall_ns: int) -> str:
-    from datetime import UTC, datetime  # noqa: PLC0415
+    from datetime import UTC, datetime
 
     return datetime.fromtimestamp(wall_ns / 1e9, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
@@ -109,9 +109,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _epoch(
-    plan: Plan, members: list[_Rank], epoch: int, generations: dict[str, int]
-) -> None:
+def _epoch(plan: Plan, members: list[_Rank], epoch: int, generations: dict[str, int]) -> None:
     """All ranks through their programs, fence by fence."""
     at = [0] * len(members)
     done = False
@@ -139,7 +137,7 @@ def _epoch(
                     at[index] += 1
 
 
-def _fence(  # noqa: PLR0913
+def _fence(
     plan: Plan,
     came: list[_Rank],
     fence: str,
