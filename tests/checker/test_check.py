@@ -145,3 +145,25 @@ def test_json_is_plain() -> None:
     assert body["verdict"] == "holds"
     assert isinstance(body["cases"], list)
     assert body["cases"][0]["ranks"] == "any"
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "last"),
+    [("no floor", "never", "wake"), ("restart in mid-epoch", "deadlock", "arrive")],
+)
+def test_old_incarnations_are_found_where_nothing_stops_them(
+    name: str, rule: str, last: str
+) -> None:
+    """The frozen old leader that wakes after its replacement; a rank that comes back too early."""
+    planted = next(each for each in mutations(COLOCATED) if each.name == name)
+    report = check(COLOCATED, ranks=2, faults="restart", mutate=planted.mutate, settings=QUICK)
+    assert isinstance(report.verdict, Violated)
+    assert report.verdict.property == rule
+    assert report.verdict.path[-1].kind == last
+
+
+def test_replaced_ranks_and_a_floor_are_sound() -> None:
+    report = check(COLOCATED, ranks=2, faults="restart", settings=QUICK)
+    assert isinstance(report.verdict, Holds)
+    assert report.verdict.states == 4762
+    assert {"restart", "wake"} <= set(report.reached)

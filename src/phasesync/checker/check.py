@@ -29,6 +29,7 @@ FAULTS: Mapping[str, Faults] = {
     "crash": Faults(most=1, crash=True),
     "fail": Faults(most=1, fail=True),
     "hang": Faults(most=1, hang=True, deadlines=True),
+    "restart": Faults(most=1, crash=True, restart=True),
 }
 _ONE_FAULT = "crash or fail"
 
@@ -75,6 +76,7 @@ def faults_of(names: str | None, most: int = 1) -> tuple[Faults, str]:
         fail=any(each.fail for each in chosen),
         hang=any(each.hang for each in chosen),
         deadlines=any(each.deadlines for each in chosen),
+        restart=any(each.restart for each in chosen),
     )
     return faults, " or ".join(listed)
 
@@ -181,6 +183,7 @@ class _Run:
         yield _Plain(2, two, *asked, epochs or 2)
         if all_faults:
             yield _Plain(2, two, FAULTS["hang"], "hang", epochs or 2)
+            yield _Plain(2, two, FAULTS["restart"], "crash and restart", epochs or 2)
         for options in self.assignments()[1:]:
             if (fitted := self._fit(options, 2)) != two:
                 yield _Plain(2, fitted, *asked, 1, extra=True)

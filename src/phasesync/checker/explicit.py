@@ -5,6 +5,7 @@ one of a search without the reduction that changes lengths.
 """
 
 from phasesync.checker.paths import Lifted, lift
+from phasesync.checker.plainly import search_plainly
 from phasesync.checker.search import NO_BUDGET, Budget, Found, search
 from phasesync.checker.space import Space
 from phasesync.core.kernel import Faults, Kind, next_step
@@ -28,15 +29,20 @@ def explore(
     shortest: bool = True,
 ) -> tuple[Verdict, Found]:
     """The verdict on a plan, and what the search saw on its way."""
+    if faults.restart:
+        plain, lifted = search_plainly(plan, faults, epochs, budget)
+        if lifted is None:
+            return judge(plain), plain
+        return _told(plan, plain, lifted, shortest=True), plain
     space = Space(plan, faults, epochs, symmetry=symmetry, reduction=reduction, whole=whole)
     found = search(space, budget, deadlocks=deadlocks, rules=rules)
     if found.trail is None:
         return judge(found), found
     if reduction and shortest:
-        plain = Space(plan, faults, epochs, symmetry=symmetry, reduction=False, whole=whole)
-        shorter = search(plain, budget, deadlocks=deadlocks, rules=rules)
+        full = Space(plan, faults, epochs, symmetry=symmetry, reduction=False, whole=whole)
+        shorter = search(full, budget, deadlocks=deadlocks, rules=rules)
         if shorter.trail is not None:
-            return _broken(plain, shorter, shortest=True), shorter
+            return _broken(full, shorter, shortest=True), shorter
     return _broken(space, found, shortest=not reduction), found
 
 
@@ -49,14 +55,17 @@ def judge(found: Found) -> Verdict:
 
 def _broken(space: Space, found: Found, *, shortest: bool) -> Violated:
     assert found.trail is not None
-    lifted = lift(space, found.trail)
+    return _told(space.plan, found, lift(space, found.trail), shortest=shortest)
+
+
+def _told(plan: Plan, found: Found, lifted: Lifted, *, shortest: bool) -> Violated:
     if found.deadlock:
         return Violated(
             property=DEADLOCK,
             path=lifted.path,
             violations=(),
             states=found.states,
-            says=_who_waits(space.plan, lifted),
+            says=_who_waits(plan, lifted),
             shortest=shortest,
         )
     assert lifted.violations, "the kernel does not confirm what the search found"

@@ -40,6 +40,7 @@ class Mutation(NamedTuple):
     mutate: Mutate
     ranks: int = 2
     may_survive: bool = False
+    restarts: bool = False
 
 
 # --------------------------------------------------------------------------- mistakes in plans
@@ -259,7 +260,12 @@ def _mutations(protocol: Protocol) -> Iterator[Mutation]:
         if any(effect.verb is Verb.ACQUIRES for effect in phase.effects):
             yield Mutation(f"{phase.name} swallowed", _swallowed(phase.name))
     for defect in Defect:
-        yield Mutation(defect.value, _defective(defect), may_survive=not protocol.recover)
+        yield Mutation(
+            defect.value,
+            _defective(defect),
+            may_survive=not protocol.recover,
+            restarts=defect in (Defect.NO_FLOOR, Defect.RESTARTS_EARLY),
+        )
 
 
 def _misplaced(protocol: Protocol) -> Iterator[Mutation]:
@@ -319,6 +325,7 @@ _MENU = (
     (Faults(), "none", 2),
     (Faults(most=1, crash=True, fail=True), "crash or fail", 2),
 )
+_RESTARTS = ((Faults(most=1, crash=True, restart=True), "crash and restart", 2),)
 
 
 def survey(
@@ -351,7 +358,7 @@ def _mutant(
         if options in seen:
             continue
         seen.append(options)
-        for faults, said, epochs in _MENU:
+        for faults, said, epochs in _RESTARTS if mutation.restarts else _MENU:
             members = counts(protocol, mutation.ranks)
             plan = mutation.mutate(resolve(protocol, members, options))
             verdict, _ = explore(plan, faults, epochs, budget=budget, shortest=False)

@@ -28,6 +28,7 @@ __all__ = (
     "Faults",
     "FenceState",
     "Kind",
+    "Late",
     "Mapped",
     "Moment",
     "RankState",
@@ -59,6 +60,7 @@ __all__ = (
     "step",
     "synchronised",
     "touched",
+    "woken",
 )
 
 
@@ -100,6 +102,8 @@ class Kind(StrEnum):
     NOTICE = "notice"  # somebody tells that a rank is dead
     HANG = "hang"
     DEADLINE = "deadline"
+    RESTART = "restart"  # the dead are replaced, and all begin the next epoch
+    WAKE = "wake"  # a call of an older incarnation reaches the engine after all
 
 
 class Mapped(IntEnum):
@@ -175,14 +179,23 @@ class EngineState(NamedTuple):
     poisoned: bool = False
 
 
+class Late(NamedTuple):
+    """A call to an engine whose caller was replaced before it came back."""
+
+    rank: int
+    state: RankState
+
+
 class System(NamedTuple):
-    """The state of all ranks, all memory, all fences and all engines, and the faults so far."""
+    """The state of all ranks, all memory, all fences and all engines, the faults so far, and the
+    calls of older incarnations that may still come."""
 
     ranks: tuple[RankState, ...]
     cells: tuple[int, ...]
     fences: tuple[FenceState, ...] = ()
     engines: tuple[EngineState, ...] = ()
     faults: int = 0
+    late: tuple[Late, ...] = ()
 
 
 class Faults(NamedTuple):
@@ -195,6 +208,7 @@ class Faults(NamedTuple):
     deadlines: bool = False
     notices: bool = True
     aborts: bool = True
+    restart: bool = False
 
 
 # ----------------------------------------------------------------------------- memory cells
@@ -469,8 +483,34 @@ def enabled(
         if status in (Status.DEAD, Status.DEAD_ACTING):
             if faults.notices and _unnoticed(plan, system, rank):
                 yield Event(Kind.NOTICE, rank, "")
+            if faults.restart and _may_restart(plan, system, rank, epochs):
+                yield Event(Kind.RESTART, rank, "")
         elif may_fault and faults.crash:
             yield Event(Kind.CRASH, rank, "")
+    for call in dict.fromkeys(each.rank for each in system.late):
+        yield Event(Kind.WAKE, call, "")
+
+
+def _may_restart(plan: Plan, system: System, rank: int, epochs: int) -> bool:
+    """Members change between epochs only: once every live rank has stopped for good.
+
+    The first of the dead stands for all of them: they are replaced together.
+    """
+    if Defect.RESTARTS_EARLY in plan.defects:
+        return system.ranks[rank].incarnation == 0
+    if any(other.status in _GONE for other in system.ranks[:rank]):
+        return False
+    if max(other.epoch for other in system.ranks) >= epochs:
+        return False
+    return all(
+        other.status in _GONE or _settled(plan, at, other) for at, other in enumerate(system.ranks)
+    )
+
+
+def _settled(plan: Plan, rank: int, state: RankState) -> bool:
+    if state.status in (Status.STOPPED, Status.ABORTED):
+        return state.stage is Stage.RECOVER or not plan.recover[rank]
+    return state.status is Status.FINISHED and state.stage is Stage.RECOVER
 
 
 def _may_begin(system: System, state: RankState, epochs: int) -> bool:
@@ -529,7 +569,7 @@ def step(plan: Plan, system: System, event: Event) -> System:
         case _:
             pass
     ranks = (*system.ranks[:rank], after, *system.ranks[rank + 1 :])
-    return System(ranks, cells, _kept(plan, ranks, fences), engines, faults)
+    return System(ranks, cells, _kept(plan, ranks, fences), engines, faults, system.late)
 
 
 INPUTS = frozenset((Verb.NEEDS, Verb.USES, Verb.WRITES, Verb.FILLS, Verb.DISCARDS))
@@ -799,7 +839,59 @@ def _placed(
 ) -> System:
     ranks = (*system.ranks[:rank], state, *system.ranks[rank + 1 :])
     kept = _kept(plan, ranks, system.fences)
-    return System(ranks, cells, kept, system.engines, system.faults + faults)
+    return System(ranks, cells, kept, system.engines, system.faults + faults, system.late)
+
+
+def _restart(plan: Plan, system: System, rank: int) -> System:
+    """The dead are replaced: engines start anew with a floor, and so does all memory."""
+    if Defect.RESTARTS_EARLY in plan.defects:
+        return _restarted_early(plan, system, rank)
+    epoch = max(state.epoch for state in system.ranks) + 1
+    ranks = tuple(
+        RankState(Status.READY, epoch, incarnation=state.incarnation + (state.status in _GONE))
+        for state in system.ranks
+    )
+    calls = tuple(
+        Late(at, state)
+        for at, state in enumerate(system.ranks)
+        if state.status is Status.DEAD_ACTING
+    )
+    first = initial(plan)
+    engines = tuple(engine._replace(floor=epoch) for engine in system.engines)
+    return System(ranks, first.cells, (), engines, system.faults, system.late + calls)
+
+
+def _restarted_early(plan: Plan, system: System, rank: int) -> System:
+    """A planted mistake: the new incarnation goes on in the epoch in which the old one died."""
+    state = system.ranks[rank]
+    fresh = RankState(Status.READY, state.epoch, incarnation=state.incarnation + 1)
+    first = initial(plan).cells
+    cells = tuple(
+        first[number]
+        if value & 3 == Mapped.LOST and plan.owner[number] == plan.members[rank]
+        else value
+        for number, value in enumerate(system.cells)
+    )
+    return _placed(plan, system, rank, fresh, cells, 0)
+
+
+def _wake(plan: Plan, system: System, rank: int) -> System:
+    """The engine refuses a call from below its floor; without one the call does its work."""
+    call = next(call for call in system.late if call.rank == rank)
+    cells = system.cells
+    if woken(plan, system, rank):
+        cells = landed(plan, cells, rank, call.state)
+    return system._replace(cells=cells, late=tuple(each for each in system.late if each != call))
+
+
+def woken(plan: Plan, system: System, rank: int) -> Act | None:
+    """The action that a late call of `rank` would perform now; None where the floor refuses it."""
+    call = next(call for call in system.late if call.rank == rank)
+    floor = max((engine.floor for engine in system.engines), default=0)
+    if call.state.epoch < floor and Defect.NO_FLOOR not in plan.defects:
+        return None
+    act = next_step(plan, rank, call.state)
+    return act if isinstance(act, Act) else None
 
 
 _SPECIAL = {
@@ -808,4 +900,6 @@ _SPECIAL = {
     Kind.NOTICE: _notice,
     Kind.HANG: _hang,
     Kind.DEADLINE: _deadline,
+    Kind.RESTART: _restart,
+    Kind.WAKE: _wake,
 }

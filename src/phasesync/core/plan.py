@@ -69,6 +69,8 @@ class Defect(StrEnum):
     LATE_ABORT = "abort after opening"
     KEY_REUSED = "key reused in the next epoch"
     NO_ABORT = "no abort"
+    NO_FLOOR = "no floor"
+    RESTARTS_EARLY = "restart in mid-epoch"
 
 
 class Touch(NamedTuple):

@@ -23,6 +23,7 @@ from phasesync.core.kernel import (
     content_of,
     mapped_of,
     next_step,
+    woken,
 )
 from phasesync.core.model import Device, Phase, Rank, ResourceName
 from phasesync.core.plan import Act, Plan, Touch
@@ -135,6 +136,8 @@ def violations(plan: Plan, before: System, event: Event, after: System) -> tuple
         withdrawn = tuple(_withdrawn(plan, who, before, after))
         if withdrawn or event.kind is not Kind.FAIL:
             return withdrawn + tuple(_aborting(plan, event.rank, before, after, event.kind))
+    if event.kind is Kind.WAKE:
+        return tuple(_waking(plan, event.rank, before, after))
     if event.kind not in _ON_MEMORY:
         return ()
     act = next_step(plan, event.rank, state)
@@ -166,6 +169,15 @@ def _withdrawn(plan: Plan, who: Rank, before: System, after: System) -> Iterator
                 rank=who,
                 says=f"fence {entry.fence} was open and is broken",
             )
+
+
+def _waking(plan: Plan, rank: int, before: System, after: System) -> Iterator[Violation]:
+    """A late call that the engine did not refuse, while somebody works or too much is held."""
+    act = woken(plan, before, rank)
+    if act is not None:
+        who, width = plan.members[rank], len(plan.protocol.resources)
+        yield from raced(plan, who, act, in_progress(plan, before, -1))
+        yield from together(plan, who, after.cells, {t.cell // width for t in act.touches})
 
 
 def _aborting(
