@@ -16,7 +16,7 @@ import pytest
 
 from phasesync.core.fence_messages import GREETING_BYTES, frame, greeting
 from phasesync.core.model import Rank, RoleName
-from phasesync.errors import PlanError, StoreLost
+from phasesync.errors import FenceBroken, PlanError, StoreLost
 from phasesync.fences.tcp import TcpCoordinator, TcpFences
 from phasesync.testing import FenceWorld
 from tests.fences.processes import (
@@ -215,3 +215,25 @@ def test_a_coordinator_that_is_gone_is_lost(signal_number: int) -> None:
     lag = max(who.lag_s for who in seen.values())
     assert max(who.waited_s[-1] for who in seen.values()) < 3.0 + 1.0 + 0.3 + lag
     assert lag < 1
+
+
+def test_a_host_that_fell_silent_is_unavailable_and_not_dead() -> None:
+    """What the kernel says when keep-alive goes unanswered is said to the transport here."""
+
+    async def check() -> None:
+        async with coordinator() as server:
+
+            def make(run: str, rank: Rank, incarnation: int) -> TcpFences:
+                return TcpFences(server.address, rank=rank, run=run, token="secret")
+
+            world = FenceWorld(make, 2)
+            await world.open()
+            waiting, silent = world.ranks
+            (peer,) = (each for each in server._peers if each.rank == silent)
+            peer._transport._fatal_error(TimeoutError(110, "timed out"))  # type: ignore[attr-defined]
+            found = await asyncio.wait_for(world.arrive(waiting, world.call()), 10)
+            assert isinstance(found, FenceBroken)
+            assert (found.cause.kind, found.cause.ranks) == ("unavailable", (silent,))
+            await world.close()
+
+    asyncio.run(check())

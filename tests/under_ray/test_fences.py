@@ -89,6 +89,30 @@ def test_a_killed_actor_is_known_within_a_second(ray: Any, actors: dict[Rank, An
     assert max(who.ended_at[-1] for who in seen) - killed < 1
 
 
+def test_an_actor_that_dies_before_it_comes_is_reported_by_who_started_it(
+    ray: Any, actors: dict[Rank, Any]
+) -> None:
+    from phasesync.fences.ray import report_deaths
+
+    given = parts()
+    answers = [actors[rank_of(p.number)].live.remote(p) for p in given if p.number != VICTIM]
+
+    async def main() -> tuple[float, list[Seen]]:
+        async with asyncio.TaskGroup() as group:
+            reporting = group.create_task(report_deaths(given[0].run, actors))
+            await asyncio.sleep(1)
+            killed = time.monotonic()
+            ray.kill(actors.pop(rank_of(VICTIM)))
+            seen = await asyncio.wait_for(asyncio.gather(*answers), 30)
+            reporting.cancel()
+        return killed, list(seen)
+
+    killed, seen = asyncio.run(main())
+    (cause,) = {who.last[1] for who in seen}
+    assert (cause.kind, cause.ranks) == ("dead", (rank_of(VICTIM),))
+    assert max(who.ended_at[-1] for who in seen) - killed < 1
+
+
 def test_a_killed_coordinator_is_lost_at_once(ray: Any, actors: dict[Rank, Any]) -> None:
     from phasesync.fences.ray import NAMESPACE
 

@@ -4,6 +4,7 @@ This process imports no torch. It watches all actors' answers at once: what Ray 
 is gone gives its memory back, and its peers have heard of it by then from the coordinator.
 """
 
+import asyncio
 import shutil
 import tempfile
 import threading
@@ -14,13 +15,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from phasesync.core.model import Rank
+from phasesync.core.model import Rank, RootCause
 from phasesync.demo.base import Command
 from phasesync.demo.budget import DeviceBudget, device_path
 from phasesync.demo.ending import Ending, RankEnd
 from phasesync.demo.settings import Script
 from phasesync.demo.view import View
-from phasesync.fences.ray import start_coordinator
+from phasesync.fences.ray import RayFences, start_coordinator
 
 __all__ = ("play",)
 
@@ -170,7 +171,16 @@ class _Launcher:
         """Give back the memory of a rank that is gone without a word."""
         self._dead.append(end.rank)
         self._view.tick()
+        asyncio.run(self._tell(end))
         phase = self._view.phase_of(str(end.rank))
         self._budgets[end.rank.number].give(str(end.rank))
         where = f" in {phase}" if phase else ""
         self._view.news(f"{end.rank} is {end.cause}{where}")
+
+    async def _tell(self, end: RankEnd) -> None:
+        """Its peers know, unless it was gone before it came to any fence."""
+        observer = RayFences.observer(run=self._script.run)
+        await observer.connect()
+        cause = RootCause(kind="dead", ranks=(end.rank,), error=end.cause)
+        await observer.report_lost(cause, incarnation=0)
+        await observer.close()

@@ -32,6 +32,7 @@ __all__ = (
     "answer",
     "join_actors",
     "lost_in",
+    "report_deaths",
     "start_coordinator",
     "watch_actors",
 )
@@ -241,13 +242,33 @@ def lost_in(error: BaseException) -> RankLost | None:
     return RankLost(_why(error), kind=kind)
 
 
+async def report_deaths(
+    run: str, actors: Mapping[Rank, Any], *, attempt: int = 0, incarnation: int = 0
+) -> None:
+    """Break the fences that wait for a dead actor's rank, until this is cancelled.
+
+    For whoever starts the actors: a rank that dies before it has connected is seen by nobody else.
+    """
+    observer = RayFences.observer(run=run, attempt=attempt)
+
+    async def tell(rank: Rank, lost: RankLost) -> None:
+        cause = RootCause(kind=lost.kind, ranks=(rank,), error=str(lost))
+        await observer.report_lost(cause, incarnation=incarnation)
+
+    await observer.connect()
+    try:
+        await watch_actors(actors, tell)
+    finally:
+        await observer.close()
+
+
 async def watch_actors(
     actors: Mapping[Rank, Any], tell: Callable[[Rank, RankLost], Awaitable[None]]
 ) -> None:
     """Tell of each actor that dies, until this is cancelled or all are dead.
 
     One at work is known at once, an idle one when it is next looked at. It needs no method of
-    theirs. A rank that dies before it has connected is seen by nobody else.
+    theirs.
     """
     pause_s = max(LOOK_S, len(actors) / LOOKS_PER_S)
     async with asyncio.TaskGroup() as group:

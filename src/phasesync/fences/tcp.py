@@ -61,6 +61,8 @@ CONNECT_S = 30.0
 LATE_S = 0.2  # A timer that fires so late tells of the event loop, not of the coordinator.
 GREETING_S = 5.0  # Who has not greeted by then is cut.
 UNSENT_BYTES_MAX = 2 * ANSWER_BYTES_MAX  # Who does not read is cut.
+CLOSED = ("dead", "its connection closed")
+SILENT = ("unavailable", "its host no longer answers")
 NO_REQUEST = 0  # Of what is told without waiting for the answer.
 KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
 
@@ -131,8 +133,11 @@ class TcpCoordinator:
     def joined(self, peer: "_Peer") -> None:
         self._peers.add(peer)
 
-    def parted(self, peer: "_Peer") -> None:
-        """A connection ended; without a goodbye, and as the last of its rank, it is a death."""
+    def parted(self, peer: "_Peer", error: Exception | None) -> None:
+        """A connection ended; without a goodbye, and as the last of its rank, it is a death.
+
+        Unless the host has fallen silent: then its processes may live, and nobody calls them dead.
+        """
         self._peers.discard(peer)
         if peer.run is None:
             return
@@ -142,7 +147,8 @@ class TcpCoordinator:
         elif peer.rank is not None and not peer.said_goodbye:
             same = (peer.rank, peer.incarnation)
             if not any((mate.rank, mate.incarnation) == same for mate in mates):
-                cause = RootCause(kind="dead", ranks=(peer.rank,), error="its connection closed")
+                kind, why = SILENT if isinstance(error, TimeoutError) else CLOSED
+                cause = RootCause(kind=kind, ranks=(peer.rank,), error=why)
                 lost = Lost(rank=peer.rank, incarnation=peer.incarnation, cause=cause)
                 self.hub(*peer.run).lose(lost)
 
@@ -187,7 +193,7 @@ class _Peer(asyncio.Protocol):
         for stop in list(self._waits.values()):
             stop()
         self._waits.clear()
-        self._coordinator.parted(self)
+        self._coordinator.parted(self, error)
 
     def data_received(self, data: bytes) -> None:
         if not self._is_known:
