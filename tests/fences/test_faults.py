@@ -250,7 +250,7 @@ def test_faults_over_a_store(kind: str, share: int) -> None:
         return StoreFences(store, rank=rank, incarnation=incarnation, run=run)
 
     asyncio.run(play_all(list(range(COUNT // share)), make, told, together=24 // share))
-    until = time.monotonic() + 3
+    until = time.monotonic() + 10
     while threads() and time.monotonic() < until:
         time.sleep(0.05)
     assert threads() == set()
