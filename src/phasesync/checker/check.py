@@ -214,12 +214,21 @@ class _Run:
         if reason is None:
             self._any(first)
         for plain in self.plain:
-            self._explicit(plain)
+            if not plain.extra:
+                self._explicit(plain)
         if reason is not None:
             self._note(first, Undecided(bound=reason, states=0, depth=0))
-            return
-        for options in rest:
-            self._any(options)
+        else:
+            for options in sorted(rest, key=self._smallest_first):
+                self._any(options)
+        for plain in self.plain:
+            if plain.extra:
+                self._explicit(plain)
+
+    def _smallest_first(self, options: Mapping[str, OptionValue]) -> int:
+        """Groups of one rank take least to prove."""
+        sizes = [options[g.size] for g in self.protocol.groups if isinstance(g.size, str)]
+        return max((size for size in sizes if isinstance(size, int)), default=0)
 
     def _note(self, options: Mapping[str, OptionValue], verdict: Verdict) -> None:
         self.cases.append(

@@ -52,11 +52,17 @@ class Found:
 
 
 def search(
-    space: Space, budget: Budget = NO_BUDGET, *, deadlocks: bool = True, rules: bool = True
+    space: Space,
+    budget: Budget = NO_BUDGET,
+    *,
+    deadlocks: bool = True,
+    rules: bool = True,
+    stop: Callable[[State], bool] | None = None,
 ) -> Found:
     """Every state, level by level, until a rule breaks, nothing is left or the budget ends.
 
-    `rules` and `deadlocks` say which of the two to look for.
+    `rules` and `deadlocks` say which of the two to look for; a state at which `stop` is true ends
+    the search too.
     """
     first = space.initial()
     parents: dict[State, tuple[State, Label] | None] = {first: None}
@@ -82,6 +88,10 @@ def search(
                 if after not in parents:
                     parents[after] = (state, (kind, name))
                     following.append(after)
+                    if stop is not None and stop(after):
+                        found.states = len(parents)
+                        found.trail = _trail(parents, after)
+                        return found
             if not moved and deadlocks and space.stuck(state):
                 found.states = len(parents)
                 found.deadlock = True
