@@ -18,7 +18,7 @@ from phasesync.core.model import OptionValue
 from phasesync.core.options import assignments
 from phasesync.core.plan import Act, Defect, Plan, Scope, Step, Wait, resolve
 from phasesync.core.protocol import FenceDecl, PhaseDecl, Protocol, Verb
-from phasesync.core.verdict import DEADLOCK, SOMETIMES, Violated
+from phasesync.core.verdict import DEADLOCK, SOMETIMES, Undecided, Violated
 from phasesync.errors import PlanError
 
 __all__ = (
@@ -283,18 +283,21 @@ def _misplaced(protocol: Protocol) -> Iterator[Mutation]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """What became of one mutation: the case that refutes it, or None if it survives."""
+    """What became of one mutation: the case that refutes it, or None if it survives, or if the
+    budget in `bound` ended first."""
 
     mutation: str
     refuted: Case | None
     tried: int
     may_survive: bool = False
+    bound: str | None = None
 
     def to_json(self) -> dict[str, object]:
         return {
             "mutation": self.mutation,
             "refuted": self.refuted is not None,
             "tried": self.tried,
+            "undecided": self.bound,
             "by": self.refuted.to_json() if self.refuted else None,
         }
 
@@ -308,7 +311,11 @@ class Survey:
 
     @property
     def survivors(self) -> tuple[Mutant, ...]:
-        return tuple(mutant for mutant in self.mutants if mutant.refuted is None)
+        return tuple(m for m in self.mutants if m.refuted is None and m.bound is None)
+
+    @property
+    def undecided(self) -> tuple[Mutant, ...]:
+        return tuple(mutant for mutant in self.mutants if mutant.bound is not None)
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -351,7 +358,7 @@ def survey(
 def _mutant(
     protocol: Protocol, spans: list[dict[str, OptionValue]], mutation: Mutation, budget: Budget
 ) -> Mutant:
-    tried = 0
+    tried, bound = 0, None
     seen: list[dict[str, OptionValue]] = []
     for span in spans:
         options = sized(protocol, span, mutation.ranks)
@@ -363,6 +370,8 @@ def _mutant(
             plan = mutation.mutate(resolve(protocol, members, options))
             verdict, _ = explore(plan, faults, epochs, budget=budget, shortest=False)
             tried += 1
+            if isinstance(verdict, Undecided):
+                bound = verdict.bound
             if isinstance(verdict, Violated):
                 case = Case(
                     ranks=len(plan.members),
@@ -376,5 +385,9 @@ def _mutant(
                 assert word(verdict) == "violated"
                 return Mutant(mutation=mutation.name, refuted=case, tried=tried)
     return Mutant(
-        mutation=mutation.name, refuted=None, tried=tried, may_survive=mutation.may_survive
+        mutation=mutation.name,
+        refuted=None,
+        tried=tried,
+        may_survive=mutation.may_survive,
+        bound=bound,
     )

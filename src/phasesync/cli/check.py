@@ -49,6 +49,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--html", type=_FILE, help="Write a page to step through the counterexample.")
 @click.option("--sarif", type=_FILE, help="Write SARIF 2.1.0, for code scanning.")
 @click.option("--junit", type=_FILE, help="Write JUnit XML, for CI.")
+@click.option("--memory", type=_FILE, help="GiB a resource and a device (JSON): does it fit?")
 @click.option("--export", type=click.Choice(["promela"]), help="Print the model for Spin instead.")
 @as_json_option
 def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **given: Any) -> int:
@@ -73,7 +74,9 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
             budget=lambda: Budget(now=time.monotonic, until_s=end),
         )
         _say(found, survey_lines(found), as_json=as_json)
-        return BROKEN if any(not each.may_survive for each in found.survivors) else OK
+        if any(not each.may_survive for each in found.survivors):
+            return BROKEN
+        return UNDECIDED if found.undecided else OK
     change, name = _mutation(given)
     report = ask(
         declared,
@@ -94,7 +97,28 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
     )
     _say(report, report_lines(report), as_json=as_json)
     _write(report, protocol, declared.file, given)
+    if given["memory"] is not None and not _fits(declared, given, options):
+        return BROKEN
     return _code(report.verdict)
+
+
+def _fits(protocol: Protocol, given: dict[str, Any], options: dict[str, OptionValue]) -> bool:
+    """Says on stderr how much a device holds at most; whether that is no more than it has."""
+    from phasesync.checker.memory import figures_of, peak
+    from phasesync.core import wire
+    from phasesync.core.plan import resolve
+    from phasesync.errors import LogError
+
+    try:
+        body = wire.decode(given["memory"].read_bytes())
+    except (OSError, ValueError) as error:
+        raise LogError(
+            f"{given['memory']}: {error}; write JSON with capacity_gib and gib"
+        ) from None
+    plan = resolve(protocol, {str(role): 2 for role in protocol.active_roles}, options)
+    found = peak(plan, figures_of(plan, body))
+    click.echo(found.says(), err=True)
+    return found.fits
 
 
 def _write(report: "Report", protocol: str, file: str, given: dict[str, Any]) -> None:

@@ -54,7 +54,9 @@ def survey_lines(survey: Survey) -> tuple[str, ...]:
     lines = [f"{survey.protocol}: {len(survey.mutants)} mutations, one at a time"]
     width = max(len(mutant.mutation) for mutant in survey.mutants)
     for mutant in survey.mutants:
-        if mutant.refuted is None:
+        if mutant.bound is not None:
+            note = f"undecided: {mutant.bound}"
+        elif mutant.refuted is None:
             note = "survives" + (" (may rightly)" if mutant.may_survive else "")
         else:
             broken = mutant.refuted.verdict
@@ -64,6 +66,8 @@ def survey_lines(survey: Survey) -> tuple[str, ...]:
             note += f", {odd}" if odd else ""
         lines.append(f"  {mutant.mutation:<{width}}  {note}")
     count = len(survey.survivors)
+    if survey.undecided:
+        lines.append(f"{len(survey.undecided)} undecided: give it more --time-limit")
     lines.append("no survivor" if not count else f"{count} survive: decoration, or no property")
     return tuple(lines)
 
