@@ -81,7 +81,11 @@ class RankMachine:
             event = _in(self.state.stage, event)
         before = self._model.state
         self._ticket = ticket
-        cancelled = await _whole(self._model.trigger(event))
+        cancelled = False
+        if kind is Kind.PASS:
+            cancelled = await _whole(self._model.trigger(event))
+        else:
+            await self._model.trigger(event)  # It has no condition to wait for: done at once.
         if self._model.state == before:
             who = self.plan.members[self.rank]
             raise Refused(f"{who} cannot {kind} {name!r} without a ticket of that fence")

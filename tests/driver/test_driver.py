@@ -14,7 +14,7 @@ import pytest
 from phasesync.core.model import Rank, RoleName
 from phasesync.errors import EpochFailed, EpochOrderError, PlanError, RankLost
 from phasesync.runtime import Driver, Turn
-from phasesync.runtime.actions import GRACE_S
+from phasesync.runtime.calls import GRACE_S
 from tests.runtime.world import World
 
 BASIC = ("sync", "offload", "empty_cache", "resume_kv")

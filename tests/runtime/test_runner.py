@@ -111,7 +111,7 @@ def test_a_blocking_action_does_not_block_the_loop(tmp_path: Path) -> None:
         return worst
 
     assert asyncio.run(main()) < 0.15
-    assert seen == ["phasesync offload"]
+    assert seen == ["phasesync trainer/0"]
     assert not [thread for thread in threading.enumerate() if "phasesync" in thread.name]
 
 

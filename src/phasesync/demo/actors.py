@@ -17,7 +17,7 @@ from phasesync.demo.rank import live
 from phasesync.demo.settings import Script
 from phasesync.errors import EngineLost
 from phasesync.fences.ray import RayFences, answer
-from phasesync.runtime.actions import GRACE_S
+from phasesync.runtime.calls import GRACE_S
 
 __all__ = ("EnginePart", "be_trainer")
 

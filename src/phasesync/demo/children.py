@@ -29,7 +29,7 @@ from phasesync.demo.rank import live
 from phasesync.demo.settings import Script
 from phasesync.errors import EngineLost
 from phasesync.fences.store import StoreFences
-from phasesync.runtime.actions import in_thread
+from phasesync.runtime.calls import in_thread
 
 __all__ = ("be_engine", "be_trainer", "host_store")
 

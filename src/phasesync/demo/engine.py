@@ -19,7 +19,7 @@ from phasesync.demo.budget import DeviceBudget
 from phasesync.demo.model import LAYERS, WIDTH, generate, halves
 from phasesync.demo.settings import Script
 from phasesync.errors import Refused
-from phasesync.runtime.actions import in_thread
+from phasesync.runtime.calls import in_thread
 
 __all__ = ("Engine", "LocalEngine")
 

@@ -11,7 +11,7 @@ from phasesync.demo.trainer import Trainer, TrainerDevice
 from phasesync.errors import EpochFailed, describe
 from phasesync.fences.base import FenceTransport
 from phasesync.runtime import RankRunner
-from phasesync.runtime.actions import in_thread
+from phasesync.runtime.calls import in_thread
 
 __all__ = ("live",)
 

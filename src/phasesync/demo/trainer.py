@@ -24,7 +24,8 @@ from phasesync.demo.budget import DeviceBudget
 from phasesync.demo.model import LAYER_BYTES, LAYERS, WIDTH, fresh, generate, halves, learn
 from phasesync.demo.settings import SLOW_PHASE, Script
 from phasesync.errors import DeviceOutOfMemory, EngineError
-from phasesync.runtime.actions import Turn, in_thread
+from phasesync.runtime.actions import Turn
+from phasesync.runtime.calls import in_thread
 
 __all__ = ("Trainer", "TrainerDevice")
 

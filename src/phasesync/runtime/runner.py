@@ -6,7 +6,6 @@ have seen. The kernel decides what may happen; the runner performs it, waits, an
 """
 
 import asyncio
-import contextlib
 import os
 import socket
 import time
@@ -20,17 +19,19 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from phasesync.core.aftermath import aftermath, put_back, to_replace
 from phasesync.core.kernel import Kind, Stage, Status, fences_left, lost_leaders, next_step
-from phasesync.core.model import Broken, Epoch, OptionValue, Rank, RootCause, Version
+from phasesync.core.model import Broken, Epoch, FenceCall, OptionValue, Rank, RootCause, Version
 from phasesync.core.plan import PLAN, Act, Plan, Wait, resolve
 from phasesync.core.protocol import PhaseDecl, Protocol, Retry
-from phasesync.errors import EpochFailed, EpochOrderError, FenceError, PlanError, RankLost, describe
+from phasesync.errors import EpochFailed, EpochOrderError, PlanError, RankLost, describe
 from phasesync.fences.base import FenceTransport
 from phasesync.fences.inprocess import InProcessFences
 from phasesync.fences.store import StoreFences
 from phasesync.journal import Journal, line_cut
 from phasesync.lint import refuse
 from phasesync.machine import RankMachine
-from phasesync.runtime.actions import Action, Turn, bind, check_names, in_thread
+from phasesync.runtime.actions import Action, Turn, bind, check_names
+from phasesync.runtime.alarm import Alarm, ended
+from phasesync.runtime.calls import BlockingCalls
 from phasesync.runtime.device import DevicePort, HostDevice, Proof, check_established, prove
 from phasesync.runtime.fencing import RankFences, plain_ticket
 from phasesync.spec import load
@@ -111,7 +112,8 @@ class RankRunner:
         self.rank = rank if isinstance(rank, Rank) else _named(self.protocol, rank)
         self._index = self.plan.index(self.rank)
         check_names(frozenset(_phases(self.protocol)), actions)
-        self._calls = bind(self._own_phases(), actions)
+        self._blocking = BlockingCalls(f"phasesync {self.rank}")
+        self._calls = bind(self._own_phases(), actions, self._blocking)
         self._device = _device(device, self._index)
         self._caller_joins = caller_joins
         self._plan_deadline_s = plan_deadline_s
@@ -145,6 +147,7 @@ class RankRunner:
             incarnation=incarnation,
             mono_ns=mono_ns,
         )
+        self._alarm = Alarm(self._fences.transport, f"{self.rank} heeds")
 
     def _transport(
         self, fences: "FenceTransport | Store | None", incarnation: int
@@ -205,6 +208,8 @@ class RankRunner:
         try:
             if self._open and error is None and self._rest_is_outside():
                 await self._record_rest()
+            await self._alarm.off()
+            self._blocking.close()
             await self._fences.transport.close()
         finally:
             self._open = False
@@ -324,6 +329,10 @@ class RankRunner:
 
     async def _act(self, act: Act) -> None:
         call = self._calls.get(act.phase)
+        if (broken := self._alarm.broken) is not None:
+            self._fences.heard(broken)
+            await self._machine.fire(Kind.ABORT)
+            raise _Halt(broken.cause)
         await self._machine.fire(Kind.START, act.phase)
         self.journal.write(
             "phase.start",
@@ -378,8 +387,8 @@ class RankRunner:
             journal=self.journal,
             retry=retry,
         )
+        alarm = await self._alarm.watch(self._next_call())
         action = asyncio.ensure_future(call(turn))
-        alarm = self._alarm()
         try:
             await asyncio.wait(
                 (action, *((alarm,) if alarm else ())),
@@ -387,19 +396,17 @@ class RankRunner:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not action.done():
-                await _ended(action)
-                if alarm is None or not alarm.done():
-                    late = f"it took longer than its deadline of {act.deadline_s:g} s"
-                    raise _Halt(await self._own_failure(act, TimeoutError(late)))
-                raise _Halt(await self._cut_off(act, alarm.result()))
+                await ended(action)
+                if (broken := self._alarm.broken) is not None:
+                    raise _Halt(await self._cut_off(act, broken))
+                late = f"it took longer than its deadline of {act.deadline_s:g} s"
+                raise _Halt(await self._own_failure(act, TimeoutError(late)))
             error = action.exception()
             if error is not None and not isinstance(error, Exception):
                 raise error
             return error
         finally:
-            await _ended(action)
-            if alarm is not None:
-                await _ended(alarm)
+            await ended(action)
 
     async def _own_failure(self, act: Act, error: Exception) -> RootCause:
         """The action raised: what it acquires or releases is unknown, what it writes partial."""
@@ -422,8 +429,8 @@ class RankRunner:
             error=text,
         )
 
-    def _alarm(self) -> asyncio.Task[Broken] | None:
-        """A task that ends when the next fence breaks, and never otherwise.
+    def _next_call(self) -> FenceCall | None:
+        """The fence to heed while an action runs, if any.
 
         The break of the epoch's last fence is learned there and not before.
         """
@@ -431,16 +438,7 @@ class RankRunner:
         left = fences_left(self.plan, self._index, state)
         if len(left) < 2 or (left[0].joined and self._caller_joins):
             return None
-        call = self._fences.call(self.plan, state, left[0])
-
-        async def heed() -> Broken:
-            with contextlib.suppress(FenceError):
-                verdict = await self._fences.transport.watch(call)
-                if isinstance(verdict, Broken):
-                    return verdict
-            return await asyncio.Future()
-
-        return asyncio.create_task(heed(), name=f"{self.rank} heeds {call.fence}")
+        return self._fences.call(self.plan, state, left[0])
 
     async def _cut_off(self, act: Act, broken: Broken) -> RootCause:
         """The action was cancelled because a peer failed: half done, and not this rank's fault."""
@@ -470,6 +468,7 @@ class RankRunner:
             )
             await self._machine.fire(Kind.REFUSE, wait.fence)
             raise _Halt(cause)
+        await self._alarm.off()
         self._fences.announce(call, free_bytes=proof.free_bytes)
         await self._machine.fire(Kind.ARRIVE, wait.fence)
         if self._machine.state.stage is Stage.RECOVER and (lost := self._lost_leaders(wait)):
@@ -491,17 +490,15 @@ class RankRunner:
     async def _free_bytes(self, act: Act) -> int | None:
         if not self._device.blocks:
             return self._device.free_bytes()
-        name = f"phasesync {act.phase}"
         try:
-            found: int | None = await in_thread(self._device.free_bytes, name=name)
+            found: int | None = await self._blocking.run(self._device.free_bytes)
         except RankLost as error:
             raise _Halt(await self._own_failure(act, error)) from error
         return found
 
     async def _prove(self, wait: Wait) -> Proof:
         if self._device.blocks:
-            name = f"phasesync {self.rank} at {wait.fence}"
-            proof: Proof = await in_thread(lambda: prove(self._device, wait), name=name)
+            proof: Proof = await self._blocking.run(lambda: prove(self._device, wait))
             return proof
         return prove(self._device, wait)
 
@@ -558,6 +555,7 @@ class RankRunner:
 
         The last fence of the epoch has the one root cause that all ranks name.
         """
+        await self._alarm.off()
         state = self._machine.state
         left = fences_left(self.plan, self._index, state)
         shut = frozenset(wait.fence for wait in left)
@@ -618,6 +616,7 @@ class RankRunner:
 
     async def _cancelled(self) -> None:
         """Nobody leaves in silence: a cancelled rank arrives as failed wherever it is awaited."""
+        await self._alarm.off()
         cause = RootCause(kind="cancelled", ranks=(self.rank,))
         state = self._machine.state
         here = next_step(self.plan, self._index, state)
@@ -686,19 +685,6 @@ class RankRunner:
     def _own_phases(self) -> dict[str, bool]:
         steps = self.plan.programs[self._index] + self.plan.recover[self._index]
         return {step.phase: step.outside for step in steps if isinstance(step, Act)}
-
-
-async def _ended(task: asyncio.Future[Any]) -> None:
-    """Cancel a task and wait until it is over, whatever becomes of this one meanwhile."""
-    cancelled = False
-    while not task.done():
-        task.cancel()
-        try:
-            await asyncio.wait((task,))
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        raise asyncio.CancelledError
 
 
 _POISONED = "its part of the recovery can never be done; the replica is poisoned"

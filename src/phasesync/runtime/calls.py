@@ -1,0 +1,110 @@
+"""Blocking calls beside the event loop: daemon threads that are never joined.
+
+The event loop is never blocked, and the default executor, whose threads may all be busy, is never
+waited for. Cancelling does not reach a thread: the cancelled wait lasts until the call has ended,
+or for a grace at most, because whoever stops must not leave work behind that touches memory.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+__all__ = ("GRACE_S", "BlockingCalls", "in_thread", "waited")
+
+GRACE_S = 30.0
+
+
+class _Job(NamedTuple):
+    call: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    future: "asyncio.Future[Any]"
+
+
+class BlockingCalls:
+    """One thread for the blocking calls of one rank, made when first needed.
+
+    A call that outlives its wait keeps the thread, and the next call gets another one.
+    """
+
+    def __init__(self, name: str, *, grace_s: float = GRACE_S) -> None:
+        self._name = name
+        self._grace_s = grace_s
+        self._jobs: SimpleQueue[_Job | None] | None = None
+
+    async def run(self, call: Callable[[], Any]) -> Any:
+        """The result of `call`, made in the thread."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        if self._jobs is None:
+            self._jobs = SimpleQueue()
+            args = (self._jobs,)
+            threading.Thread(target=_work, args=args, name=self._name, daemon=True).start()
+        self._jobs.put(_Job(call, loop, future))
+        try:
+            return await waited(future, self._grace_s)
+        finally:
+            if not future.done():
+                self.close()
+
+    def close(self) -> None:
+        """Let the thread end once what it does is over."""
+        if self._jobs is not None:
+            self._jobs.put(None)
+            self._jobs = None
+
+
+async def in_thread(call: Callable[[], Any], *, name: str, grace_s: float = GRACE_S) -> Any:
+    """The result of one blocking call, made in a thread of its own."""
+    calls = BlockingCalls(name, grace_s=grace_s)
+    try:
+        return await calls.run(call)
+    finally:
+        calls.close()
+
+
+async def waited(
+    future: "asyncio.Future[Any]",
+    grace_s: float = GRACE_S,
+    *,
+    tell: Callable[[], object] = lambda: None,
+) -> Any:
+    """The result; a wait that is cancelled lasts until the work is over, `grace_s` at most.
+
+    `tell` says to whoever works that nobody wants it any more.
+    """
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        tell()
+        await asyncio.wait((future,), timeout=grace_s)
+        if future.done() and not future.cancelled():
+            future.exception()  # It is over; what it raised is nobody's any more.
+        raise
+
+
+def _work(jobs: "SimpleQueue[_Job | None]") -> None:
+    while (job := jobs.get()) is not None:
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = job.call()
+        except StopIteration as stop:
+            error = RuntimeError(f"the call raised {stop!r}")  # A future refuses StopIteration.
+        except BaseException as caught:
+            error = caught
+        try:
+            job.loop.call_soon_threadsafe(_settle, job.future, result, error)
+        except RuntimeError:
+            return  # The loop is closed: nobody waits any more.
+        del job, result, error
+
+
+def _settle(future: "asyncio.Future[Any]", result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
