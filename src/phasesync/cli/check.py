@@ -44,7 +44,12 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--mutate", is_flag=True, help="Plant every known mistake, one at a time.")
 @click.option("--no-symmetry", is_flag=True, help="Tell interchangeable ranks apart.")
 @click.option("--no-por", is_flag=True, help="Take every order of independent steps.")
-@click.option("--time-limit", default=10.0, show_default=True, help="Seconds, then undecided.")
+@click.option(
+    "--time-limit",
+    default=10.0,
+    show_default=True,
+    help="Seconds (for each mutation, with --mutate), then undecided.",
+)
 @click.option("--write-test", type=_FILE, help="Write the counterexample as a pytest test.")
 @click.option("--html", type=_FILE, help="Write a page to step through the counterexample.")
 @click.option("--sarif", type=_FILE, help="Write SARIF 2.1.0, for code scanning.")
@@ -67,11 +72,10 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
         click.echo(_promela(declared, given, options), nl=False)
         return OK
     if mutate:
-        end = time.monotonic() + time_limit
         found = survey(
             declared,
             options=options,
-            budget=lambda: Budget(now=time.monotonic, until_s=end),
+            budget=lambda: Budget(now=time.monotonic, until_s=time.monotonic() + time_limit),
         )
         _say(found, survey_lines(found), as_json=as_json)
         if any(not each.may_survive for each in found.survivors):

@@ -7,6 +7,8 @@ from phasesync.report import lanes
 
 __all__ = ("report_lines", "survey_lines")
 
+LEFT_MAX = 3
+
 
 def report_lines(report: Report) -> tuple[str, ...]:
     """A report as lines of text."""
@@ -41,12 +43,19 @@ def _bounds(report: Report) -> list[str]:
     time = "" if report.elapsed_s is None else f", {report.elapsed_s:.2f} s"
     lines = [f"{len(report.cases)} searches, {states:,} states, {steps:,} transitions{time}"]
     for case in report.cases:
-        if isinstance(case.verdict, Undecided):
-            ranks = "any N" if case.ranks is None else f"N = {case.ranks}"
-            options = ", ".join(f"{n}={str(v).lower()}" for n, v in case.options)
-            state = "not reached" if case.extra else "undecided"
-            lines.append(f"{state}: {ranks} ({options}): {case.verdict.bound}")
+        if isinstance(case.verdict, Undecided) and not case.extra:
+            lines.append(f"undecided: {_asked(case)}: {case.verdict.bound}")
+    left = [c for c in report.cases if isinstance(c.verdict, Undecided) and c.extra]
+    lines += [f"not reached: {_asked(case)}" for case in left[:LEFT_MAX]]
+    if len(left) > LEFT_MAX:
+        lines.append(f"not reached: {len(left) - LEFT_MAX} more; give it more --time-limit")
     return lines
+
+
+def _asked(case: Case) -> str:
+    ranks = "any N" if case.ranks is None else f"N = {case.ranks}"
+    options = ", ".join(f"{name}={str(value).lower()}" for name, value in case.options)
+    return f"{ranks} ({options})"
 
 
 def survey_lines(survey: Survey) -> tuple[str, ...]:
