@@ -31,14 +31,13 @@ from tests.verl.ledger import Ledger, OutOfMemory
 __all__ = ("Job", "Said", "main")
 
 PEER_WAITS_S = 20.0
-ENGINE_TAKES_S = 0.2  # A call that reaches the engine.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What all ranks run. `late` are seconds that a rank's offload takes in epoch 1; `fail` is the
     rank and the call that raises, in epoch `fail_at`; `other` is configuration of one rank alone;
-    `meet` says what there is to meet at.
+    `meet` says what there is to meet at; `alternate` runs verl's own body in every even epoch.
     """
 
     ranks: int = 4
@@ -55,6 +54,8 @@ class Job:
     lora: str = "none"
     sleep_level: int = 2
     meet: str = "default"
+    engine_takes_s: float = 0.2
+    alternate: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -145,7 +146,7 @@ class Rollout:
         self._run.call(f"rollout.resume {','.join(tags)}")
         if not (self._leads and self.config.free_cache_engine):
             return
-        await asyncio.sleep(ENGINE_TAKES_S)
+        await asyncio.sleep(self._run.job.engine_takes_s)
         for device in self._devices:
             self._run.ledger.take(device, tags[0])
 
@@ -268,6 +269,8 @@ def main(job: Job, rank: int, ledger: Ledger, meet: str, said: Any, joined: Any,
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     integration.install(job.mode, **job.settings, **_MEETS[job.meet](job, rank, meet))
+    ours = ew.ActorRolloutRefWorker.update_weights
+    bodies = (ours.__wrapped__, ours) if job.alternate else ()
     run = Run(job, rank, ledger)
     run.failed_at = at
     for module in list(_modules_with_device()):
@@ -277,6 +280,8 @@ def main(job: Job, rank: int, ledger: Ledger, meet: str, said: Any, joined: Any,
     async def drive() -> None:
         for _ in range(job.epochs):
             run.begin()
+            if job.alternate:
+                ew.ActorRolloutRefWorker.update_weights = bodies[run.epoch % 2]
             joined.wait()
             answer = await run.sync()
             said.put(answer)
@@ -295,13 +300,15 @@ def main(job: Job, rank: int, ledger: Ledger, meet: str, said: Any, joined: Any,
 
 
 def _default(job: Job, rank: int, meet: str) -> dict[str, Any]:
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=job.ranks)
+    where = f"tcp://127.0.0.1:{meet.rpartition(':')[2]}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=job.ranks)
     return {}
 
 
 def _group(job: Job, rank: int, meet: str) -> dict[str, Any]:
     """A group that is not the default one."""
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=job.ranks)
+    where = f"tcp://127.0.0.1:{meet.rpartition(':')[2]}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=job.ranks)
     group = dist.new_group(list(range(job.ranks)))
     return {"group": lambda worker: group}
 

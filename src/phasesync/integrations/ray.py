@@ -17,7 +17,8 @@ from phasesync.core.plan import resolve
 from phasesync.core.protocol import PhaseDecl, Protocol
 from phasesync.errors import PlanError, RankLost
 from phasesync.fences.ray import answer, lost_in, watch_actors
-from phasesync.runtime.actions import GRACE_S, Action, Turn
+from phasesync.runtime.actions import Action, Turn
+from phasesync.runtime.calls import GRACE_S
 from phasesync.runtime.device import DevicePort
 from phasesync.runtime.driver import Driver
 from phasesync.spec import load

@@ -64,6 +64,7 @@ class Worker:
         self._told: object = None
         self._met: tuple[int, int, Any] | None = None
         self._gave_up = False
+        self._version = 0
 
     async def update_weights(self, global_steps: Any) -> None:
         """One sync, as verl's driver asks for it.
@@ -81,11 +82,18 @@ class Worker:
         self._module.set_expandable_segments(False)
         try:
             self._sync.begin(global_steps)
-            await self._runner.run_epoch()
+            await self._runner.run_epoch(version=self._version_of(global_steps))
             self._sync.done()
         finally:
             self._sync.drop()
             self._module.set_expandable_segments(True)
+
+    def _version_of(self, global_steps: Any) -> int:
+        """verl's step, where it says one: the weights' version, on which all ranks must agree."""
+        said = global_steps if isinstance(global_steps, int) else 0
+        assert self._runner is not None
+        self._version = max(self._version, said, self._runner.epoch)
+        return self._version
 
     async def _ready(self) -> bool:
         """A runner under the plan that this call's configuration makes.
