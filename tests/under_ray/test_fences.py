@@ -66,12 +66,12 @@ def test_actors_pass_together(ray: Any, actors: dict[Rank, Any]) -> None:
     assert len({tuple(who.outcomes) for who in seen}) == 1
 
 
-async def all_wait_for_the_victim(part: Part) -> None:
+async def all_wait_for_the_victim(part: Part, generation: int = 1) -> None:
     from phasesync.fences.ray import RayFences
 
     onlooker = RayFences(rank=rank_of(99), run=part.run)
     await onlooker.connect()
-    while await onlooker.missing(call_of(part, 1)) != (rank_of(VICTIM),):
+    while await onlooker.missing(call_of(part, generation)) != (rank_of(VICTIM),):
         await asyncio.sleep(0.05)
     await onlooker.close()
 
@@ -100,7 +100,7 @@ def test_an_actor_that_dies_before_it_comes_is_reported_by_who_started_it(
     async def main() -> tuple[float, list[Seen]]:
         async with asyncio.TaskGroup() as group:
             reporting = group.create_task(report_deaths(given[0].run, actors))
-            await asyncio.sleep(1)
+            await all_wait_for_the_victim(given[0], 0)
             killed = time.monotonic()
             ray.kill(actors.pop(rank_of(VICTIM)))
             seen = await asyncio.wait_for(asyncio.gather(*answers), 30)

@@ -14,7 +14,6 @@ from typing import Any
 import ray
 from ray.exceptions import (
     ActorUnavailableError,
-    GetTimeoutError,
     RayActorError,
     RayError,
     RayTaskError,
@@ -138,10 +137,9 @@ class RayFences:
         return self._inner.boot if self._inner else None
 
     async def connect(self) -> None:
-        found = in_thread(self._find, name="phasesync.ray.find")
         try:
             async with asyncio.timeout(CONNECT_S):
-                address, token = await found
+                address, token = await self._find()
         except (TimeoutError, RayError) as error:
             raise StoreLost(
                 f"no coordinator of run {self._run!r} under Ray ({type(error).__name__}: {error}); "
@@ -184,27 +182,23 @@ class RayFences:
             raise StoreLost("connect() was not called")
         return self._inner
 
-    def _find(self) -> tuple[tuple[str, int], str]:
-        """Blocking: look the coordinator up, and ask it where it listens."""
-        until = time.monotonic() + CONNECT_S
+    async def _find(self) -> tuple[tuple[str, int], str]:
+        """Look the coordinator up, and ask it where it listens."""
         while True:
             try:
-                if self.rank is None or self.rank.number == 0:
-                    actor = start_coordinator(
-                        self._run, attempt=self._attempt, detached=self._detached
-                    )
-                else:
-                    actor = ray.get_actor(_name(self._run, self._attempt), namespace=NAMESPACE)
-                where: tuple[tuple[str, int], str] = ray.get(
-                    actor.address.remote(), timeout=max(until - time.monotonic(), 0.1)
-                )
-            except (ValueError, RayActorError, GetTimeoutError):
+                actor = await in_thread(self._look_up, name="phasesync.ray.find")
+                where: tuple[tuple[str, int], str]
+                where = await answer(actor.address.remote(), grace_s=0)
+            except (ValueError, RayActorError):
                 # Not there yet, or just ending because nobody came.
-                if time.monotonic() > until:
-                    raise
-                time.sleep(LOOK_AGAIN_S)
+                await asyncio.sleep(LOOK_AGAIN_S)
             else:
                 return where
+
+    def _look_up(self) -> Any:
+        if self.rank is None or self.rank.number == 0:
+            return start_coordinator(self._run, attempt=self._attempt, detached=self._detached)
+        return ray.get_actor(_name(self._run, self._attempt), namespace=NAMESPACE)
 
 
 async def answer(call: Any, *, grace_s: float) -> Any:
@@ -250,6 +244,7 @@ async def report_deaths(
     For whoever starts the actors: a rank that dies before it has connected is seen by nobody else.
     """
     observer = RayFences.observer(run=run, attempt=attempt)
+    actors = dict(actors)  # As they are now: it may take a while to connect.
 
     async def tell(rank: Rank, lost: RankLost) -> None:
         cause = RootCause(kind=lost.kind, ranks=(rank,), error=str(lost))
