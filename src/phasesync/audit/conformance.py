@@ -153,8 +153,21 @@ class Conformance:
         width = len(self._plan.protocol.resources)
         devices = {touch.cell // width for touch in act.touches}
         if devices:
+            maps = self._maps(act)
             for violation in together(self._plan, rank, self._cells, devices):
-                self._broken(at, who, seen, act, violation)
+                if maps.intersection((violation.device, name) for name in violation.resources):
+                    self._broken(at, who, seen, act, violation)
+
+    def _maps(self, act: Act) -> set[tuple[str, str]]:
+        """What the action maps: memory that was together before it is not its doing."""
+        plan = self._plan
+        assert plan is not None
+        return {
+            plan.cell_name(touch.cell)
+            for touch in act.touches
+            if touch.verb is Verb.ACQUIRES
+            or (touch.verb is Verb.ENSURES and plan.start[touch.cell])
+        }
 
     def _end(self, at: int, who: int, seen: _Seen, line: Mapping[str, Any]) -> None:
         self._over(who, seen, line, Kind.END, Moment.END)

@@ -148,6 +148,15 @@ class Waits:
             and done.at > meet.first.at
         )
 
+    def without_lines(self, meet: Meet) -> tuple[Name, ...]:
+        """Ranks that the log promises, of the kind of those who wait, and has no line of."""
+        header = self.facts.header
+        return tuple(
+            rank
+            for rank in header.peers(meet.ranks[0], header.ranks)
+            if self._state(rank, meet) == "silent"
+        )
+
     def _state(self, rank: Name, meet: Meet) -> str:
         """Where an absent rank is: gone, failed, silent, waiting, working or idle."""
         facts = self.facts

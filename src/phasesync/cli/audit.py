@@ -52,7 +52,7 @@ def audit(
     if as_json:
         print_json({**report.as_json(answers), **({"stats": found[0]} if found else {})})
     else:
-        for line in (*report.as_text(answers), *(found[1] if found else ())):
+        for line in (*report.as_text(answers, paths=paths), *(found[1] if found else ())):
             click.echo(line)
     if html is not None:
         from phasesync.report.audit_html import write_html

@@ -18,7 +18,7 @@ __all__ = ("around",)
 
 _RANKS: Final = 10
 _STEPS: Final = 5
-_AFTER: Final = 400
+_AFTER: Final = 2  # Moments after the fault, for each rank: what it led to, not all that followed.
 _MARKS: Final = {"end": "", "fail": " FAILED", "timeout": " TIMED OUT", "exit": " EXITED"}
 
 
@@ -66,7 +66,7 @@ def around(paths: Sequence[str | Path], answer: Answer) -> list[str]:
     if not seen:
         return []
     held = dict(memory)
-    for moment in islice(moments, _AFTER):
+    for moment in islice(moments, _AFTER * len(rows)):
         now = _take(moment, rows, memory)
     first = [*map(str, answer.guilty), *map(str, answer.waiting)]
     short = {name.rpartition("/")[2] for name in first}
@@ -75,7 +75,7 @@ def around(paths: Sequence[str | Path], answer: Answer) -> list[str]:
     if len(ranks) > _RANKS:
         text.append(f"  ... and {len(ranks) - _RANKS} more ranks")
     if held:
-        figures = ", ".join(f"{device} {gib:.1f}" for device, gib in list(held.items())[:_RANKS])
+        figures = ", ".join(f"{device} {gib:.3g}" for device, gib in list(held.items())[:_RANKS])
         text.append(f"  GiB at the fault: {figures}")
     return text
 

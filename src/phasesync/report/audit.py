@@ -177,8 +177,6 @@ def as_text(
 
 def _one(answer: Answer, brief: bool) -> list[str]:
     rows = [_headline(answer)]
-    if answer.because:
-        rows.append(f"  because {text_of(answer.because, 600)}")
     if answer.certainty != "in every order":
         rows.append(f"  {answer.certainty}")
     for line in answer.evidence[: 3 if brief else _SHOWN]:
@@ -195,9 +193,11 @@ def _one(answer: Answer, brief: bool) -> list[str]:
 
 
 def _headline(answer: Answer) -> str:
+    """What happened, to whom, and whose fault it is, in one line."""
     rule = f" {answer.rule}" if answer.rule else ""
     where = answer.fence or answer.phase
     place = f" at {text_of(where, 80)}" if where else ""
     epoch = f" in epoch {answer.epoch}" if answer.epoch is not None else ""
     guilty = f"; guilty: {', '.join(map(str, answer.guilty[:16]))}" if answer.guilty else ""
-    return f"{answer.verdict}{rule}{place}{epoch}{guilty}"
+    because = f": {text_of(answer.because, 600)}" if answer.because else ""
+    return f"{answer.verdict}{rule}{place}{epoch}{guilty}{because}"

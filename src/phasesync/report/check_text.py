@@ -1,5 +1,6 @@
 """What `check` says to people: each property, then the run that goes wrong, then the bounds."""
 
+from phasesync.checker.growth import grows
 from phasesync.checker.mutants import Survey
 from phasesync.checker.report import Case, Report, word
 from phasesync.core.verdict import Holds, Undecided, Violated
@@ -18,6 +19,8 @@ def report_lines(report: Report) -> tuple[str, ...]:
         lines.append(f"  {each.property:<10} {each.verdict:<10} {each.reach}")
     if (case := report.counterexample) is not None:
         lines += ["", *_run(case)]
+        if len(report.lengths) > 1:
+            lines.append(f"length: {grows(report.lengths)}")
     lines += ["", *_bounds(report)]
     return tuple(lines)
 

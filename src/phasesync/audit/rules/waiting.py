@@ -782,6 +782,10 @@ class Hangs:
                 idle = all(meet.absent[rank] == "idle" for rank in rest)
                 rule = "R-DUMPSET" if idle else None  # Then its last lines are what is missing.
                 more = f"progress marks or a stack of rank {who}"
+            elif lost := waits.without_lines(meet):
+                who = ", ".join(map(str, lost))
+                because = f"{where}, and of rank {who} there is no line at all"
+                rule, more = "R-DUMPSET", f"the log or dump of rank {who}"
             else:
                 because = f"{where}, and everybody known to belong there is there"
                 rule, more = None, "the members of each group, and who is inside it"
