@@ -69,10 +69,12 @@ $(VLLM)/.ready-$(PINS):
 
 # Two releases of verl, each in an environment of its own, over one of what they import on a CPU.
 # The runs end with a table: each fault, what stock verl does, what verl with phasesync does.
-test-verl: $(VERL)-0.9.0/.ready-$(PINS) $(VERL)-0.9.1/.ready-$(PINS)
+# SkyRL asks for a newer Python than the rest; its own code runs here.
+test-verl: $(VERL)-0.9.0/.ready-$(PINS) $(VERL)-0.9.1/.ready-$(PINS) $(VENVS)/skyrl/.ready-$(PINS)
 	@rm -f $(VERL)/table
 	PHASESYNC_TABLE=$(VERL)/table $(VERL)-0.9.0/bin/python -m pytest $(VERL_ARGS) tests/verl $(TEST_ARGS)
 	PHASESYNC_TABLE=$(VERL)/table $(VERL)-0.9.1/bin/python -m pytest $(VERL_ARGS) tests/verl $(TEST_ARGS)
+	PHASESYNC_TABLE=$(VERL)/table $(VENVS)/skyrl/bin/python -m pytest $(VERL_ARGS) tests/skyrl $(TEST_ARGS)
 	@$(VERL)/bin/python -m tests.verl.table $(VERL)/table
 
 VERL_ARGS  := -o filterwarnings=default -p no:cacheprovider
@@ -80,12 +82,20 @@ VERL_NEEDS := torch numpy tensordict 'ray[default]' omegaconf hydra-core codetim
   transformers datasets torchdata accelerate pyarrow packaging tensorboard pylatexenc cachetools \
   pyzmq msgspec fastapi uvicorn nvtx orjson pytest pytest-timeout
 
-$(VERL)-%/.ready-$(PINS): $(VERL)/.ready-$(PINS)
-	@test -x $(VERL)-$*/bin/python || $(PYTHON) -m venv --without-pip $(VERL)-$*
-	@$(VERL)/bin/python $(subst -m pip,-m pip --python $(VERL)-$*/bin/python,$(PIP)) --no-deps verl==$*
+# An environment of its own over the one in $(VERL): $(call over-verl,FOLDER,PACKAGES)
+define over-verl
+	@test -x $(1)/bin/python || $(PYTHON) -m venv --without-pip $(1)
+	@$(VERL)/bin/python $(subst -m pip,-m pip --python $(1)/bin/python,$(PIP)) --no-deps --ignore-requires-python $(2)
 	@echo "import site; site.addsitedir('$$($(VERL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")')" \
-	  > "$$($(VERL)-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/verl-needs.pth"
-	@rm -f $(VERL)-$*/.ready-* && touch $@
+	  > "$$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/verl-needs.pth"
+	@rm -f $(1)/.ready-* && touch $@
+endef
+
+$(VERL)-%/.ready-$(PINS): $(VERL)/.ready-$(PINS)
+	$(call over-verl,$(VERL)-$*,verl==$*)
+
+$(VENVS)/skyrl/.ready-$(PINS): $(VERL)/.ready-$(PINS)
+	$(call over-verl,$(VENVS)/skyrl,skyrl==0.4.0 skyrl-gym==0.4.0 cloudpathlib==0.26.0 loguru==0.7.3 jaxtyping==0.3.11)
 
 $(VERL)/.ready-$(PINS):
 	@echo "making $(VERL) (the first time takes some minutes)"

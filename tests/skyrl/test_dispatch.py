@@ -1,0 +1,132 @@
+"""SkyRL's own `WorkerDispatch`: call by call, and what a transfer that raises leaves behind."""
+
+import asyncio
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typing_extensions
+
+if sys.version_info < (3, 12):  # SkyRL's models are made with the newer one.
+    typing.TypedDict = typing_extensions.TypedDict
+
+from skyrl.backends.skyrl_train.workers.worker_dispatch import (  # type: ignore[import-not-found]
+    WorkerDispatch,
+)
+
+from phasesync.errors import EpochFailed
+from phasesync.integrations import skyrl as integration
+from phasesync.report.audit import audit_paths
+from tests.verl.table import row
+
+WAYS = ("plain", "kv to the host", "kv dropped")
+
+
+class Client:
+    """An inference engine's client: what it was asked, and whether requests are served."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.generates = self.has_kv = True
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(**named: Any) -> None:
+            self.calls.append(f"{name} {named}" if named else name)
+            tags = named.get("tags", [])
+            self.generates &= name not in ("pause_generation", "sleep")
+            self.has_kv &= name not in ("sleep", "sleep_for_weight_sync")
+            self.has_kv |= "kv_cache" in tags
+            self.generates |= name == "resume_generation" or (
+                name == "wake_up" and "kv_cache" in tags
+            )
+
+        return call
+
+    def increment_weight_version(self) -> None:
+        self.calls.append("increment_weight_version")
+
+
+class Dispatch(WorkerDispatch):  # type: ignore[misc]
+    """The real dispatch over no workers: the transfer is noted, or raises."""
+
+    fails = False
+
+    def _broadcast_to_inference_engines(self, client: Any, model_id: Any = None) -> None:
+        client.calls.append(f"broadcast {model_id}")
+        if self.fails:
+            raise RuntimeError("injected in the transfer")
+
+
+def dispatch(way: str) -> tuple[Any, Client]:
+    config = SimpleNamespace(
+        trainer=SimpleNamespace(
+            placement=SimpleNamespace(colocate_all=False, colocate_policy_ref=False),
+            strategy="fsdp2",
+            policy=SimpleNamespace(model=SimpleNamespace(lora=SimpleNamespace(rank=0))),
+            fully_async=SimpleNamespace(
+                enabled=way == "kv to the host", clear_kv_cache_on_weight_sync=False
+            ),
+        ),
+        generator=SimpleNamespace(
+            inference_engine=SimpleNamespace(
+                offload_kv_for_weight_sync=way != "plain", weight_sync_backend="nccl"
+            )
+        ),
+    )
+    client = Client()
+    return Dispatch(config, None, inference_engine_client=client), client
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing_behind() -> Iterator[None]:
+    yield
+    integration.uninstall()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_calls_are_skyrls_call_by_call(way: str, tmp_path: Path) -> None:
+    made, stock = dispatch(way)
+    asyncio.run(made.save_weights_for_sampler())
+    integration.install(Dispatch, runs=tmp_path, run=tmp_path.name)
+    made, ours = dispatch(way)
+
+    async def twice() -> None:
+        await made.save_weights_for_sampler()
+        await made.save_weights_for_sampler()
+
+    asyncio.run(twice())
+    assert ours.calls == stock.calls * 2
+    assert ours.generates
+    assert [answer.verdict for answer in audit_paths([tmp_path])] == ["ok"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_partial_weights_serve_nobody(way: str, tmp_path: Path) -> None:
+    made, stock = dispatch(way)
+    made.fails = True
+    with pytest.raises(RuntimeError, match="injected"):
+        asyncio.run(made.save_weights_for_sampler())
+    assert stock.generates, "SkyRL's own body resumes in a finally"
+    integration.install(Dispatch, runs=tmp_path, run=tmp_path.name)
+    made, ours = dispatch(way)
+    made.fails = True
+    said = []
+
+    async def fails_then_works() -> None:
+        with pytest.raises(EpochFailed, match="injected in the transfer") as caught:
+            await made.save_weights_for_sampler()
+        said.append(caught.value)
+        assert not ours.generates
+        if caught.value.can_retry:
+            made.fails = False
+            await made.save_weights_for_sampler()
+            assert ours.generates
+
+    asyncio.run(fails_then_works())
+    assert said[0].weights != "intact"
+    assert said[0].can_retry == (way != "kv dropped")
+    row("SkyRL 0.4.0", f"the transfer raises ({way})", "generation resumed", "stays paused")
