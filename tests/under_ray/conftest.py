@@ -20,13 +20,13 @@ def _ray() -> Any:
         pytest.skip("Ray is not installed: pip install 'phasesync[ray]'")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_module() -> Any:
     """The module, for tests that start a Ray of their own."""
     return _ray()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray(ray_module: Any) -> Iterator[Any]:
     """Ray on this machine, with workers that find the tests."""
     ray_module.init(

@@ -256,3 +256,47 @@ def test_a_driver_has_fences_of_its_own(ray: Any, pool: Pool) -> None:
     count, cause = asyncio.run(main())
     assert count == SIZE
     assert (cause.kind, cause.error_type) == ("failed", "AttributeError")
+
+
+class Placed(Worker):
+    """A worker that knows its device."""
+
+    def device_name(self) -> str:
+        return f"host{self.number}/GPU-{self.number}"
+
+    def synchronise(self) -> None:
+        if self.acts.get("synchronise") == "exits":
+            os._exit(1)
+        self.errands.append("synchronised")
+
+    def collect_ipc(self) -> None:
+        self.errands.append("collected")
+
+    def free_bytes(self) -> int:
+        return 7 + self.number
+
+
+def test_actors_are_asked_about_their_devices(ray: Any, tmp_path: Path) -> None:
+    workers = [ray.remote(num_cpus=0)(Placed).remote(number) for number in range(2)]
+    with driver(tmp_path, workers).blocking() as one:
+        one.run_epoch()
+        errands, _ = ray.get(workers[1].seen.remote())
+        assert [each if each == "synchronised" else each.phase for each in errands] == [
+            "sync",
+            "offload",
+            "empty_cache",
+            "synchronised",
+        ]
+        journal = (tmp_path / "driven" / "trainer-1.0.jsonl").read_bytes().splitlines()
+        arrived = next(
+            line
+            for line in map(orjson.loads, journal)
+            if line["event"] == "fence.arrive" and line["fence"] == "memory_released"
+        )
+        assert (arrived["device"], arrived["free_bytes"]) == ("host1/GPU-1", 8)
+        ray.get(workers[1].will.remote({"synchronise": "exits"}))
+        with pytest.raises(EpochFailed) as caught:
+            one.run_epoch()
+    cause = caught.value.cause
+    assert (cause.kind, cause.ranks) == ("dead", (rank_of(1),))
+    ray.kill(workers[0])
