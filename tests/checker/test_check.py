@@ -6,6 +6,7 @@ import time
 import pytest
 
 from phasesync.checker import Settings, check
+from phasesync.checker.growth import grows
 from phasesync.checker.mutants import mutations, rescoped, survey, swapped, without_fence
 from phasesync.checker.report import Report
 from phasesync.core.kernel import initial, step
@@ -167,3 +168,14 @@ def test_replaced_ranks_and_a_floor_are_sound() -> None:
     assert isinstance(report.verdict, Holds)
     assert report.verdict.states == 4762
     assert {"restart", "wake"} <= set(report.reached)
+
+
+def test_how_the_length_grows_with_n() -> None:
+    report = check(
+        COLOCATED, ranks=2, faults="none", mutate=without_fence("staged"), settings=QUICK
+    )
+    assert report.lengths[0] == (2, 22)
+    assert {size for size, _ in report.lengths} >= {2, 3, 4}
+    assert grows([(2, 22), (4, 22), (6, 22)]) == "22 steps whatever N"
+    assert grows([(2, None), (3, 27), (4, 34), (5, 41)]) == "7N + 6 steps from N = 3 on"
+    assert grows([(2, 5), (3, 9), (4, 7)]) == "5 steps at N = 2, 9 steps at N = 3, 7 steps at N = 4"

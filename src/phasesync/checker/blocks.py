@@ -175,6 +175,17 @@ def siblings(plan: Plan, slots: tuple[Slot, ...]) -> tuple[int, ...]:
 
 
 def _swaps(plan: Plan, slots: tuple[Slot, ...], base: Shape, one: int, two: int) -> bool:
+    if not _together(plan, slots[one].rank, slots[two].rank):
+        return False
     swapped = list(slots)
     swapped[one], swapped[two] = swapped[two], swapped[one]
     return shape(plan, tuple(swapped)) == base
+
+
+def _together(plan: Plan, one: int, two: int) -> bool:
+    """Whether two ranks stand in the same scopes; a fence of one alone would change hands."""
+    return all(
+        (one in scope.members) == (two in scope.members)
+        for at, scope in enumerate(plan.scopes)
+        if any(_stands(plan, rank, at) for rank in (one, two) if rank != NOBODY)
+    )

@@ -6,11 +6,12 @@ Whatever the budget did not reach is a case of its own that says so.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from phasesync.checker.anyn import Mutate, counts, sized, tracked, unclosed
 from phasesync.checker.explicit import explore, judge, never_reached, vacuous
+from phasesync.checker.growth import growth
 from phasesync.checker.report import SAFETY, Assignment, Case, Report
 from phasesync.checker.search import Budget, Found
 from phasesync.core.kernel import Faults, Kind
@@ -105,11 +106,13 @@ def check(
     run = _Run(protocol, dict(options or {}), mutate or _same, settings or Settings())
     run.explicit_bounds(ranks, faults, faults_most, epochs)
     run.all()
+    lengths = run.lengths()
     return Report(
         protocol=protocol.name,
         cases=tuple(run.cases),
         mutation=mutation,
         reached=tuple(sorted(f"{kind} {name}".strip() for kind, name in run.reached)),
+        lengths=lengths,
         elapsed_s=run.elapsed(),
     )
 
@@ -229,6 +232,29 @@ class _Run:
         """Groups of one rank take least to prove."""
         sizes = [options[g.size] for g in self.protocol.groups if isinstance(g.size, str)]
         return max((size for size in sizes if isinstance(size, int)), default=0)
+
+    def lengths(self) -> tuple[tuple[int, int | None], ...]:
+        """If a rule is broken: how long the shortest run is at each size, as far as time allows."""
+        broken = next((p for p in self.plain if self._breaks(p)), None)
+        if broken is None:
+            return ()
+
+        def plan_of(size: int) -> Plan:
+            members = counts(self.protocol, size)
+            return self.mutate(resolve(self.protocol, members, self._fit(broken.options, size)))
+
+        budget = self.budget()
+        few = replace(budget, states_max=min(budget.states_max, 20_000))
+        return growth(plan_of, broken.faults, broken.epochs, (2, 3, 4, 6), few)
+
+    def _breaks(self, plain: _Plain) -> bool:
+        return any(
+            isinstance(case.verdict, Violated)
+            and case.verdict.path
+            and (case.faults, case.epochs, case.options)
+            == (plain.said, plain.epochs, _assignment(plain.options))
+            for case in self.cases
+        )
 
     def _note(self, options: Mapping[str, OptionValue], verdict: Verdict) -> None:
         self.cases.append(

@@ -108,6 +108,7 @@ class Report:
     cases: tuple[Case, ...]
     mutation: str | None = None
     reached: tuple[str, ...] = ()
+    lengths: tuple[tuple[int, int | None], ...] = ()
     elapsed_s: float | None = None
 
     @property
@@ -174,6 +175,7 @@ class Report:
             ],
             "cases": [case.to_json() for case in self.cases],
             "reached": list(self.reached),
+            "lengths": [list(each) for each in self.lengths],
             "elapsed_s": self.elapsed_s,
         }
 
