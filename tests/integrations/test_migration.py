@@ -5,12 +5,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from phasesync.errors import EpochOrderError
 from phasesync.report.audit import audit_paths
+from tests.integrations.test_nemo_rl import Side
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
 
@@ -78,6 +80,26 @@ def test_the_test_of_the_guide_finds_blocks_that_were_swapped(tmp_path: Path) ->
     load(tmp_path, "kept", after, check)[name]()
     with pytest.raises(EpochOrderError, match="stands after"):
         load(tmp_path, "swapped", swapped, check)[name]()
+
+
+def test_the_synchronizer_of_nemo_rl_is_a_drop_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (text,) = blocks("python nemo after")
+    calls: list[str] = []
+    # The guide joins with ray.get; here answers are answers.
+    ray = ModuleType("ray")
+    ray.get = lambda futures: futures  # type: ignore[attr-defined]
+    ray.ObjectRef = type("ObjectRef", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    sides = {name: Side(name, calls) for name in ("policy", "generation")}
+    found = dict[str, Any](sides)
+    exec(text, found)
+    found["synchronizer"].sync_weights()
+    assert not found["synchronizer"].is_stale
+    found["synchronizer"].shutdown()
+    assert calls[-1] == "generation.prepare_for_generation kv_cache"
 
 
 def test_the_commands_name_what_exists() -> None:

@@ -1,6 +1,7 @@
 """SkyRL's own `WorkerDispatch`: call by call, and what a transfer that raises leaves behind."""
 
 import asyncio
+import re
 import sys
 import typing
 from collections.abc import Iterator
@@ -130,3 +131,14 @@ def test_partial_weights_serve_nobody(way: str, tmp_path: Path) -> None:
     assert said[0].weights != "intact"
     assert said[0].can_retry == (way != "kv dropped")
     row("SkyRL 0.4.0", f"the transfer raises ({way})", "generation resumed", "stays paused")
+
+
+def test_the_lines_of_the_migration_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    guide = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
+    (lines,) = re.findall(r"```python skyrl\n(.*?)```", guide, re.DOTALL)
+    exec(lines, {})
+    made, ours = dispatch("plain")
+    asyncio.run(made.save_weights_for_sampler())
+    assert ours.calls[-1] == "increment_weight_version"
+    assert [answer.verdict for answer in audit_paths(["runs"])] == ["ok"]

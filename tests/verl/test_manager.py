@@ -10,6 +10,7 @@ from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngin
 
 from phasesync.errors import EpochFailed
 from phasesync.integrations import verl as integration
+from tests.verl.checkpoint_worker import CheckpointWorker
 from tests.verl.table import row
 from tests.verl.test_ab import RELEASE
 from tests.verl.verdict import verdict
@@ -33,24 +34,6 @@ class Backend:
     @classmethod
     def build_topology(cls, actors: int, rollout: int, metadata: Any) -> Any:
         return {"rank": [0] * actors}, {"rank": [1] * rollout}
-
-
-class CheckpointWorker:
-    """A worker of either side; it fails where it is told to."""
-
-    def __init__(self, fails_in: str = "") -> None:
-        self._fails_in = fails_in
-
-    def update_weights(self, global_steps: Any = None, mode: str = "auto") -> dict[str, int]:
-        self._do("update_weights")
-        return {"sent": 1}
-
-    def execute_checkpoint_engine(self, method: str, **_: Any) -> None:
-        self._do(method)
-
-    def _do(self, what: str) -> None:
-        if what == self._fails_in:
-            raise RuntimeError(f"injected in {what}")
 
 
 WORKER: Any = ray.remote(CheckpointWorker)

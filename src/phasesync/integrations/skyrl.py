@@ -52,7 +52,7 @@ def install(cls: Any = None, **runner: Any) -> None:
             "(self, model_id), or lacks its helpers; phasesync fits SkyRL 0.4"
         )
     uninstall()
-    _stock[cls] = stock
+    _stock[cls] = vars(cls).get("save_weights_for_sampler")
     cls.save_weights_for_sampler = save_weights(stock, runner)
 
 
@@ -60,7 +60,10 @@ def uninstall() -> None:
     """Put SkyRL's own body back."""
     while _stock:
         cls, stock = _stock.popitem()
-        cls.save_weights_for_sampler = stock  # type: ignore[attr-defined]
+        if stock is None:  # It was inherited.
+            del cls.save_weights_for_sampler  # type: ignore[attr-defined]
+        else:
+            cls.save_weights_for_sampler = stock  # type: ignore[attr-defined]
 
 
 def save_weights(stock: Any, runner: dict[str, Any]) -> Any:
