@@ -238,6 +238,8 @@ class _Run:
         broken = next((p for p in self.plain if self._breaks(p)), None)
         if broken is None:
             return ()
+        if not any(self._faulty(case) for case in self.cases):
+            broken = broken._replace(faults=FAULTS["none"])
 
         def plan_of(size: int) -> Plan:
             members = counts(self.protocol, size)
@@ -246,6 +248,12 @@ class _Run:
         budget = self.budget()
         few = replace(budget, states_max=min(budget.states_max, 20_000))
         return growth(plan_of, broken.faults, broken.epochs, (2, 3, 4, 6), few)
+
+    @staticmethod
+    def _faulty(case: Case) -> bool:
+        """Whether it takes a fault to break the rule."""
+        path = case.verdict.path if isinstance(case.verdict, Violated) else ()
+        return any(event.kind in (Kind.CRASH, Kind.FAIL, Kind.HANG) for event in path)
 
     def _breaks(self, plain: _Plain) -> bool:
         return any(

@@ -41,7 +41,7 @@ def _run(case: Case) -> list[str]:
 def _bounds(report: Report) -> list[str]:
     """How much was looked at, and what was not."""
     holding = [case.verdict for case in report.cases if isinstance(case.verdict, Holds)]
-    states = sum(each.states for each in holding)
+    states = sum(case.verdict.states for case in report.cases)
     steps = sum(each.transitions for each in holding)
     time = "" if report.elapsed_s is None else f", {report.elapsed_s:.2f} s"
     lines = [f"{len(report.cases)} searches, {states:,} states, {steps:,} transitions{time}"]
