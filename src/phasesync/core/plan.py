@@ -8,6 +8,7 @@ option again. The digest covers all of it and travels with every arrival and eve
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from phasesync.core import wire
@@ -227,7 +228,24 @@ def resolve(
     Raises:
         PlanError: options, members or placement do not fit the protocol.
     """
-    return _Resolver(protocol, ranks, settle(protocol, options), devices, groups).plan()
+    settled = tuple(settle(protocol, options).items())
+    counts = ranks if isinstance(ranks, int) else tuple(ranks.items())
+    placed = None if devices is None else tuple(devices)
+    parts = tuple((name, tuple(map(tuple, each))) for name, each in (groups or {}).items())
+    return _resolved(protocol, counts, settled, placed, parts)
+
+
+@lru_cache(maxsize=64)
+def _resolved(
+    protocol: Protocol,
+    ranks: int | tuple[tuple[str, int], ...],
+    options: tuple[tuple[str, OptionValue], ...],
+    devices: tuple[str, ...] | None,
+    groups: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...],
+) -> Plan:
+    """The ranks of one process share a plan: all the runners of a driver ask for the same one."""
+    counts = ranks if isinstance(ranks, int) else dict(ranks)
+    return _Resolver(protocol, counts, dict(options), devices, dict(groups)).plan()
 
 
 class _Resolver:
@@ -254,6 +272,7 @@ class _Resolver:
         self.scopes: dict[str, Scope] = {}
         self._part_of: dict[str, dict[int, int]] = {}
         self._numbers: dict[str, int] = {}
+        self._owner_on: dict[str, dict[int, Rank]] = {}
         self._scope(WORLD, tuple(range(len(self.members))))
         for group, parts in self.groups.items():
             for number, part in enumerate(parts):
@@ -334,16 +353,27 @@ class _Resolver:
 
     def _owner(self, device: int, role: RoleName) -> Rank:
         """Which member of `role` holds memory on `device`."""
-        decl = next(decl for decl in self.protocol.roles if decl.name == role)
-        if decl.per == DEVICE:
-            for at, rank in enumerate(self.members):
-                if rank.role == role and self.place[at] == device:
-                    return rank
+        found = self._owners(role).get(device)
+        if found is not None:
+            return found
+        per = next(decl.per for decl in self.protocol.roles if decl.name == role)
+        if per == DEVICE:
             return Rank(role, device)
-        for number, part in enumerate(self.groups[GroupName(decl.per)]):
-            if any(self.place[at] == device for at in part):
-                return Rank(role, number)
-        raise PlanError(f"no {decl.per} covers device {self.devices[device]}")
+        raise PlanError(f"no {per} covers device {self.devices[device]}")
+
+    def _owners(self, role: RoleName) -> dict[int, Rank]:
+        """The member of `role` on each device; asked once a cell, so worked out once."""
+        found = self._owner_on.get(role)
+        if found is None:
+            decl = next(decl for decl in self.protocol.roles if decl.name == role)
+            if decl.per == DEVICE:
+                own = [(at, rank) for at, rank in enumerate(self.members) if rank.role == role]
+                pairs = [(self.place[at], rank) for at, rank in own]
+            else:
+                parts = enumerate(self.groups[GroupName(decl.per)])
+                pairs = [(self.place[at], Rank(role, n)) for n, part in parts for at in part]
+            found = self._owner_on[role] = dict(reversed(pairs))
+        return found
 
     def _true(self, condition: Condition | None, *, absent: bool) -> bool:
         return absent if condition is None else bool(evaluate(condition, self.options))
