@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from phasesync.fences.inprocess import InProcessFences
     from phasesync.fences.ray import RayFences
     from phasesync.fences.store import StoreFences
+    from phasesync.integrations.generic import phase, protocol
     from phasesync.integrations.ray import RayDriver
     from phasesync.runtime import DevicePort, Driver, EpochReport, HostDevice, RankRunner, Turn
     from phasesync.spec import load, loads
@@ -43,6 +44,8 @@ __all__ = (
     "Turn",
     "load",
     "loads",
+    "phase",
+    "protocol",
     "resolve",
 )
 
@@ -67,6 +70,8 @@ _HOMES = {
     "Turn": "phasesync.runtime",
     "load": "phasesync.spec",
     "loads": "phasesync.spec",
+    "phase": "phasesync.integrations.generic",
+    "protocol": "phasesync.integrations.generic",
     "resolve": "phasesync.core.plan",
 }
 
