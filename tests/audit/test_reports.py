@@ -122,7 +122,7 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
 
 def test_the_first_line_says_what_and_who() -> None:
     rows = as_text(audit_paths([CASES / "b01.trace.jsonl"]))
-    assert rows[0].startswith("violation R-FENCE at resume_kv in epoch 7; guilty: 0: rank 0 entered")
+    assert rows[0].startswith("violation R-FENCE at resume_kv in epoch 7; guilty: 0: rank 0")
     assert "3 is still in offload" in rows[0]
 
 

@@ -148,9 +148,13 @@ def test_the_first_failure_cuts_off_the_rest_and_leaves_nothing_unread(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     ends: list[str] = []
+    began: set[int] = set()
 
     async def offload(turn: Turn) -> None:
+        began.add(turn.rank.number)
         if turn.rank.number == 1:
+            while len(began) < 4:
+                await asyncio.sleep(0.01)
             raise ValueError("first")
         try:
             await asyncio.sleep(60)

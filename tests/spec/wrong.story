@@ -165,7 +165,7 @@ basic: `params:   {owner: trainer}` -> `params:   {owner: nobody}`
 basic: `params:   {owner: trainer}` -> `params:   {}`
   ! 10:13: resource 'params' has no 'owner'; add `owner: ROLE`
 basic: `params:   {owner: trainer}` -> `params:   {owner: trainer, size: 3}`
-  ! 10:30: unknown key 'size' in resource 'params'; keys are: owner, content, start
+  ! 10:30: unknown key 'size' in resource 'params'; keys are: owner, content, start, dies
 basic: `params:   {owner: trainer}` -> `params:   {owner: trainer}\n  params: {owner: trainer}`
   ! 11:3: 'params' is declared twice in resources; keep one of them
 basic: `params:   {owner: trainer}` -> `params:   {owner: trainer, content: weights}`
@@ -179,7 +179,7 @@ basic: `[kv_cache, params]` -> `[kv_cache, kv_cache]`
 basic: `[kv_cache, params]` -> `[kv_cache]`
   ! 14:16: never speaks of fewer than two resources; name two or more
 basic: `[kv_cache, params]}` -> `[kv_cache, params], on: node}`
-  ! 14:40: 'on' of never cannot be 'node'; write `device`
+  ! 14:40: 'on' of never cannot be 'node'; choices are: device, elsewhere
 basic: `[kv_cache, params]}` -> `[kv_cache, params], when: replica_size > 0}`
   ? 14:5: when: of this never is true for all options; drop it, or change it [idle]
 

@@ -41,6 +41,7 @@ __all__ = ("ANSWER_S", "GRACE_S", "Lines", "nothing", "settle")
 
 GRACE_S = 1.0  # After a deadline the store has so long to take the verdict; then it is lost.
 ANSWER_S = 5.0  # What is no wait is answered within this, or the store is lost.
+CONNECTING_S = 10.0  # So much more where no line is free: a name service may hold a new one up.
 SOCKET_WAIT_S = 3600.0  # One blocking wait on a socket, which `close` can end.
 POLLED_WAIT_S = 1.0  # One blocking wait on a store without a socket, which it cannot.
 READ_S = 1.0  # What is there is read within this.
@@ -331,11 +332,12 @@ class Lines:
         Raises:
             StoreLost: there was no answer within the time.
         """
+        limit_s = within_s if self._idle else within_s + CONNECTING_S
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(limit_s):
                 return await self.submit(steps)
         except TimeoutError:
-            raise self.abandon(f"the store did not answer within {within_s:g} s") from None
+            raise self.abandon(f"the store did not answer within {limit_s:g} s") from None
 
     def abandon(self, why: str, key: FenceKey | None = None) -> StoreLost:
         """Give the store up, for good: what it decided since cannot be known."""
