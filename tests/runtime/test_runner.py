@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from phasesync.core.model import Rank, RoleName, RootCause
-from phasesync.core.protocol import Evidence, FenceDecl, PhaseDecl, Protocol, Retry
+from phasesync.core.protocol import Evidence, FenceDecl, PhaseDecl, Protocol, Retry, StepDecl
 from phasesync.errors import EpochFailed, EpochOrderError, PlanError, ProtocolError
 from phasesync.fences.inprocess import InProcessFences
 from phasesync.runtime import HostDevice, RankRunner, Turn
@@ -300,11 +300,11 @@ def test_a_safe_action_is_tried_once_more_and_no_other(tmp_path: Path) -> None:
     tries: list[tuple[str, int]] = []
 
     def declared(retry: Retry) -> Protocol:
-        steps = tuple(
-            replace(step, retry=retry) if step.name == "offload" else step
-            for step in protocol.steps
-        )
-        return replace(protocol, steps=steps)
+        steps: list[StepDecl] = []
+        for step in protocol.steps:
+            of_it = isinstance(step, PhaseDecl) and step.name == "offload"
+            steps.append(replace(step, retry=retry) if of_it else step)  # type: ignore[arg-type]
+        return replace(protocol, steps=tuple(steps))
 
     def flaky(turn: Turn) -> None:
         tries.append((turn.phase, turn.retry))
