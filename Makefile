@@ -8,7 +8,8 @@ PIP_ARGS ?=
 MAIN := $(VENVS)/main
 VLLM := $(VENVS)/vllm
 VERL := $(VENVS)/verl
-PINS := $(shell cat pyproject.toml constraints*.txt 2>/dev/null | cksum | cut -d' ' -f1)
+# An environment is made again for other pins, and for another checkout that it is kept for.
+PINS := $(shell (pwd; cat pyproject.toml constraints*.txt) | cksum | cut -d' ' -f1)
 PIP   = -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
 # A store looks its peers up in reverse; a name service that does not answer must not hold tests up.
