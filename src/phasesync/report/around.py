@@ -75,7 +75,8 @@ def around(paths: Sequence[str | Path], answer: Answer) -> list[str]:
     if len(ranks) > _RANKS:
         text.append(f"  ... and {len(ranks) - _RANKS} more ranks")
     if held:
-        figures = ", ".join(f"{device} {gib:.{1 if gib >= 1 else 3}f}" for device, gib in list(held.items())[:_RANKS])
+        shown = list(held.items())[:_RANKS]
+        figures = ", ".join(f"{device} {gib:.{1 if gib >= 1 else 3}f}" for device, gib in shown)
         text.append(f"  GiB at the fault: {figures}")
     return text
 
