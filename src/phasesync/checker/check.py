@@ -37,11 +37,16 @@ _ONE_FAULT = "crash or fail"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How to check. `now` is a clock in seconds; without it no time is measured or limited."""
+    """How to check. `now` is a clock in seconds; without it no time is measured or limited.
+
+    `atomic` takes each phase as one step of explicit searches, as models of other checkers do:
+    what two phases do to each other while both are in progress is not looked at then.
+    """
 
     any_n: bool = True
     symmetry: bool = True
     reduction: bool = True
+    atomic: bool = False
     time_limit_s: float | None = None
     states_max: int = 3_000_000
     now: Callable[[], float] | None = None
@@ -338,6 +343,7 @@ class _Run:
             symmetry=self.settings.symmetry,
             reduction=self.settings.reduction,
             deadlocks=deadlocks,
+            whole=self.settings.atomic,
         )
         self.reached |= found.reached
         missing = never_reached(plan, found) if isinstance(verdict, Holds) else ()
@@ -352,6 +358,7 @@ class _Run:
             verdict=verdict,
             elapsed_s=self._since(before),
             extra=bool(plain.extra),
+            product=found.product,
             plan=plan,
         )
 

@@ -27,7 +27,8 @@ def word(verdict: Verdict) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One search: its bounds, and its verdict. `ranks` and `epochs` are None where any number is
-    meant; `plan` is what a counterexample replays on. An `extra` case is one under other options
+    meant; `plan` is what a counterexample replays on; `product` is how many states those seen
+    stand for where interchangeable ranks are told apart. An `extra` case is one under other options
     than those asked for: what it finds broken counts, what it does not reach is only told."""
 
     ranks: int | None
@@ -38,6 +39,7 @@ class Case:
     verdict: Verdict
     elapsed_s: float | None = None
     extra: bool = False
+    product: int = 0
     plan: Plan | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> dict[str, object]:
@@ -55,6 +57,7 @@ class Case:
         match self.verdict:
             case Holds(states=states, transitions=transitions, depth=depth):
                 body |= {"states": states, "transitions": transitions, "depth": depth}
+                body["product"] = self.product or states
             case Undecided(bound=bound, states=states, depth=depth):
                 body |= {"bound": bound, "states": states, "depth": depth}
             case Violated() as broken:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from phasesync.checker.orbits import product_of
 from phasesync.checker.space import Space, State
 from phasesync.core.kernel import Kind
 
@@ -40,9 +41,11 @@ NO_BUDGET = Budget()
 @dataclass(slots=True, kw_only=True)
 class Found:
     """What a search saw. `trail` are the states and labels to the broken rule, if one is broken;
-    `bound` is the budget that ended it, if one did."""
+    `bound` is the budget that ended it, if one did; `product` is how many states the seen ones
+    stand for where ranks are told apart, of a search that saw all."""
 
     states: int = 0
+    product: int = 0
     transitions: int = 0
     depth: int = 0
     reached: set[Label] = field(default_factory=set)
@@ -100,6 +103,7 @@ def search(
         found.depth += bool(following)
         level = following
     found.states = len(parents)
+    found.product = product_of(space, parents)
     return found
 
 
