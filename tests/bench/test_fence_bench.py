@@ -1,8 +1,15 @@
 """The benchmark measures what it says it does, on two processes."""
 
-import pytest
+import json
+from pathlib import Path
 
-from phasesync.bench.fence import Row, bench_fence, step_costs, table
+import pytest
+from click.testing import CliRunner
+
+from phasesync.bench.barriers import gpus
+from phasesync.bench.fence import Row, bench_fence, table
+from phasesync.bench.steps import step_costs
+from phasesync.cli import cli
 from phasesync.errors import InputError
 
 
@@ -17,6 +24,27 @@ def test_variants_are_measured_in_one_run_and_nobody_is_released_early() -> None
     shown = table(rows)
     assert all(name in shown for name in variants)
     assert "N=2" in shown
+
+
+def test_replicas_meet_by_themselves() -> None:
+    (row,) = bench_fence((4,), variants=("store",), replica_size=2, rounds=1, fences=3)
+    assert (row.scope, row.fences, row.early) == ("replica of 2", 6, 0)
+
+
+def test_what_a_machine_lacks_is_said_before_anything_is_measured() -> None:
+    if gpus() < 2:
+        with pytest.raises(InputError, match=r"'nccl barrier' cannot .* a GPU and NCCL for each"):
+            bench_fence((2,), variants=("nccl barrier",))
+
+
+def test_kept_figures_are_shown_again(tmp_path: Path) -> None:
+    row = {"variant": "store", "size": 2, "scope": "world", "fences": 1, "early": 0, "foreign": 0}
+    costs = {"p50_ms": 0.5, "p99_ms": 1.0, "least_ms": 0.5, "most_ms": 1.0}
+    kept = tmp_path / "rows.json"
+    kept.write_text(json.dumps({"bench": "fence", "rows": [row | costs]}))
+    shown = CliRunner().invoke(cli, ["bench", "fence", "--from", str(kept)])
+    assert "store" in shown.output, shown.output
+    assert "0.50 / 1.00" in shown.output
 
 
 def test_an_unknown_variant_is_named() -> None:
@@ -50,7 +78,7 @@ def test_a_table_shows_what_was_not_measured_as_a_dash() -> None:
     lines = table([row, other]).splitlines()
     assert lines[1].split() == ["store", "0.50", "/", "1.00", "-"]
     assert lines[2].split() == ["tcp", "-", "0.25", "/", "2.00"]
-    assert lines[3].endswith("others used up to 25%")
+    assert lines[-1].endswith("others used up to 25%")
 
 
 def test_each_step_of_a_fence_has_a_cost() -> None:

@@ -8,48 +8,36 @@ monotonic clock of the machine; whoever was released before the last arrival is 
 import asyncio
 import multiprocessing
 import os
+import platform
 import random
 import secrets
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from phasesync.core.fence import decode_arrivals, encode_arrival, judge
-from phasesync.core.model import (
-    Arrival,
-    Digest,
-    Epoch,
-    FenceCall,
-    FenceKey,
-    FenceName,
-    Rank,
-    RoleName,
-    Version,
-)
+from phasesync.bench.barriers import VARIANTS, Place, gpus, member
 from phasesync.errors import InputError
 
-__all__ = ("SIZES", "VARIANTS", "Row", "bench_fence", "draw", "step_costs", "table")
+__all__ = ("SIZES", "Row", "bench_fence", "can_measure", "draw", "machine", "table")
 
 SIZES = (2, 4, 8, 16, 32)
-DEADLINE_S = 60.0
 START_S = 120.0
-
-Fence: TypeAlias = Callable[[int], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One variant at one size; costs in milliseconds."""
+    """One variant at one size; costs in milliseconds. `foreign` is what others used meanwhile."""
 
     variant: str
     size: int
+    scope: str = "world"
     fences: int
     p50_ms: float
     p99_ms: float
@@ -59,22 +47,29 @@ class Row:
     foreign: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where one process stands in the run."""
+def can_measure(size: int) -> tuple[str, ...]:
+    """The variants that this machine has the means for, with so many processes."""
+    have = {"": True, "coordinator": True, "gpu": gpus() >= size, "ray": find_spec("ray")}
+    return tuple(name for name, variant in VARIANTS.items() if have[variant.needs])
 
-    number: int
-    size: int
-    port: int
-    run: str
-    coordinator: tuple[str, int] | None = None
-    cluster: str | None = None
+
+def machine() -> dict[str, Any]:
+    """What was measured on."""
+    torch: Any = import_module("torch")
+    return {
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gpus": [torch.cuda.get_device_name(n) for n in range(gpus())],
+        "kernel": platform.release(),
+    }
 
 
 def bench_fence(
     sizes: Sequence[int] = SIZES,
     *,
     variants: Sequence[str] | None = None,
+    replica_size: int | None = None,
     rounds: int = 6,
     fences: int = 40,
     spread: bool = True,
@@ -82,40 +77,77 @@ def bench_fence(
 ) -> list[Row]:
     """Measure every variant at every size: `rounds` turns of `fences` fences each.
 
+    Without `variants`, all that need no Ray and that this machine has the means for. With
+    `replica_size` each fence is one of a replica, and the replicas go through theirs side by side.
+
     Raises:
-        InputError: a variant is unknown.
+        InputError: a variant is unknown, or cannot be measured here.
     """
-    chosen = tuple(variants or (name for name, offered in VARIANTS.items() if offered.default))
-    for name in chosen:
+    for name in variants or ():
         if name not in VARIANTS:
             raise InputError(f"no fence {name!r} to measure; there are: {', '.join(VARIANTS)}")
     rows: list[Row] = []
     for size in sizes:
+        able = can_measure(size)
+        chosen = tuple(variants or (n for n in able if VARIANTS[n].needs != "ray"))
+        for name in chosen:
+            if name not in able:
+                raise InputError(
+                    f"{name!r} cannot be measured with {size} processes here: it needs "
+                    f"{NEEDED[VARIANTS[name].needs]}; there are: {', '.join(able)}"
+                )
         say(f"{size} processes: {', '.join(chosen)}")
-        rows += _bench_size(size, chosen, rounds=rounds, fences=fences, spread=spread)
+        turns = Turns(size, chosen, replica_size, rounds=rounds, fences=fences, spread=spread)
+        rows += _bench_size(turns)
     return rows
 
 
-def _bench_size(
-    size: int, variants: Sequence[str], *, rounds: int, fences: int, spread: bool
-) -> list[Row]:
+NEEDED = {"gpu": "a GPU and NCCL for each process", "ray": "pip install 'phasesync[ray]'"}
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What is measured with one number of processes, and how often."""
+
+    size: int
+    variants: tuple[str, ...]
+    replica_size: int | None
+    rounds: int
+    fences: int
+    spread: bool
+
+
+def _bench_size(turns: Turns) -> list[Row]:
     dist: Any = import_module("torch.distributed")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "phasesync.fences.store", __name__])
-    place = Place(number=0, size=size, port=store.port, run=secrets.token_hex(4))
+    context.set_forkserver_preload(
+        ["torch.distributed", "phasesync.fences.store", "phasesync.bench.barriers"]
+    )
+    place = Place(
+        number=0,
+        size=turns.size,
+        port=store.port,
+        run=secrets.token_hex(4),
+        replica_size=turns.replica_size,
+    )
+    needs = {VARIANTS[name].needs for name in turns.variants}
     with ExitStack() as ended:
-        if any(VARIANTS[name].needs == "coordinator" for name in variants):
+        if "coordinator" in needs:
             (_, pipe), *_ = ended.enter_context(_processes(context, _coordinate, [()]))
             place = replace(place, coordinator=pipe.recv())
-        if any(VARIANTS[name].needs == "ray" for name in variants):
+        if "ray" in needs:
             place = replace(place, cluster=ended.enter_context(_ray()))
-        parts = [(replace(place, number=number), variants) for number in range(size)]
-        started = ended.enter_context(_processes(context, _member, parts))
+        places = [replace(place, number=number) for number in range(turns.size)]
+        parts = [(each, turns.variants) for each in places]
+        started = ended.enter_context(_processes(context, member, parts))
         pipes = [pipe for _, pipe in started]
         _all_say(pipes, "ready")
         pids = [process.pid for process, _ in started]
-        return _take_turns(pipes, pids, size, variants, rounds, fences, spread)
+        scopes: dict[str, list[int]] = {}
+        for each in places:
+            scopes.setdefault(each.scope, []).append(each.number)
+        return _take_turns(turns, pipes, pids, list(scopes.values()))
 
 
 @contextmanager
@@ -168,41 +200,46 @@ def _coordinate(pipe: Connection) -> None:
 
 
 def _all_say(pipes: Iterable[Connection], word: str) -> None:
+    until = time.monotonic() + START_S
     for pipe in pipes:
-        if not pipe.poll(START_S) or pipe.recv() != word:
-            raise InputError("a process of the benchmark did not start; see its output above")
+        said = "nothing" if not pipe.poll(max(0.0, until - time.monotonic())) else _said(pipe)
+        if said != word:
+            raise InputError(f"a process of the benchmark did not start; it said: {said}")
+
+
+def _said(pipe: Connection) -> str:
+    try:
+        return str(pipe.recv())
+    except EOFError:
+        return "nothing, and ended"
 
 
 def _take_turns(
-    pipes: Sequence[Connection],
-    pids: Sequence[int | None],
-    size: int,
-    variants: Sequence[str],
-    rounds: int,
-    fences: int,
-    spread: bool,
+    turns: Turns, pipes: Sequence[Connection], pids: Sequence[int], scopes: list[list[int]]
 ) -> list[Row]:
-    costs: dict[str, list[float]] = {name: [] for name in variants}
-    early = dict.fromkeys(variants, 0)
-    foreign: dict[str, list[float]] = {name: [] for name in variants}
-    jitter_s = (4e-3 + 0.3e-3 * size) if spread else 0.0
-    for turn in range(rounds + 1):
-        for name in random.Random(turn).sample(list(variants), len(variants)):
+    costs: dict[str, list[float]] = {name: [] for name in turns.variants}
+    early = dict.fromkeys(turns.variants, 0)
+    foreign: dict[str, list[float]] = {name: [] for name in turns.variants}
+    jitter_s = (4e-3 + 0.3e-3 * turns.size) if turns.spread else 0.0
+    for turn in range(turns.rounds + 1):
+        for name in random.Random(turn).sample(turns.variants, len(turns.variants)):
             busy = _cpu_seconds(pids)
             for pipe in pipes:
-                pipe.send((name, fences, jitter_s))
+                pipe.send((name, turns.fences, jitter_s))
             stamps = [pipe.recv() for pipe in pipes]
             if turn == 0:
                 continue  # Warm-up.
             foreign[name].append(_foreign(busy, _cpu_seconds(pids)))
-            for each in zip(*stamps, strict=True):
-                last_in, last_out = max(e for e, _ in each), max(o for _, o in each)
-                costs[name].append((last_out - last_in) / 1e6)
-                early[name] += min(o for _, o in each) < last_in
+            for numbers in scopes:
+                for each in zip(*(stamps[number] for number in numbers), strict=True):
+                    last_in, last_out = max(e for e, _ in each), max(o for _, o in each)
+                    costs[name].append((last_out - last_in) / 1e6)
+                    early[name] += min(o for _, o in each) < last_in
     return [
         Row(
             variant=name,
-            size=size,
+            size=turns.size,
+            scope=f"replica of {turns.replica_size}" if turns.replica_size else "world",
             fences=len(costs[name]),
             p50_ms=statistics.median(costs[name]),
             p99_ms=sorted(costs[name])[int(0.99 * (len(costs[name]) - 1))],
@@ -211,11 +248,11 @@ def _take_turns(
             early=early[name],
             foreign=statistics.median(foreign[name]),
         )
-        for name in variants
+        for name in turns.variants
     ]
 
 
-def _cpu_seconds(pids: Sequence[int | None]) -> tuple[float, float, float]:
+def _cpu_seconds(pids: Sequence[int]) -> tuple[float, float, float]:
     """Now, CPU time of the whole machine, and of our processes; in seconds."""
     tick = os.sysconf("SC_CLK_TCK")
     fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
@@ -233,255 +270,6 @@ def _foreign(before: tuple[float, float, float], after: tuple[float, float, floa
     return max(0.0, (busy - own) / (wall * (os.cpu_count() or 1)))
 
 
-# --- One process -----------------------------------------------------------------------------
-
-
-def _member(place: Place, variants: Sequence[str], pipe: Connection) -> None:
-    asyncio.run(_member_loop(place, variants, pipe))
-
-
-async def _member_loop(place: Place, variants: Sequence[str], pipe: Connection) -> None:
-    made = {name: await VARIANTS[name].make(place) for name in variants}
-    counts = dict.fromkeys(variants, 0)
-    chance = random.Random(place.number)
-    pipe.send("ready")
-    while True:
-        try:
-            name, fences, jitter_s = pipe.recv()
-        except EOFError:
-            break
-        stamps = []
-        for _ in range(fences):
-            await asyncio.sleep(chance.uniform(0, jitter_s))
-            entered = time.monotonic_ns()
-            await made[name](counts[name])
-            stamps.append((entered, time.monotonic_ns()))
-            counts[name] += 1
-        pipe.send(stamps)
-    os._exit(0)  # Neither gloo's threads nor a store that is gone may keep the process.
-
-
-def _call(place: Place, generation: int) -> FenceCall:
-    return FenceCall(
-        key=FenceKey(place.run, 0, "world", generation),
-        fence=FenceName("memory_released"),
-        epoch=Epoch(generation),
-        version=Version(generation),
-        digest=Digest("d" * 64),
-        members=tuple(Rank(RoleName("trainer"), n) for n in range(place.size)),
-        deadline_s=DEADLINE_S,
-    )
-
-
-def _arrival(place: Place, call: FenceCall) -> Arrival:
-    return Arrival(
-        rank=Rank(RoleName("trainer"), place.number),
-        incarnation=0,
-        nonce=secrets.token_hex(8),
-        fence=call.fence,
-        epoch=call.epoch,
-        version=call.version,
-        digest=call.digest,
-        seq=call.key.generation,
-        free_bytes=1 << 34,
-    )
-
-
-def _client(place: Place) -> Any:
-    dist: Any = import_module("torch.distributed")
-    return dist.TCPStore("127.0.0.1", place.port, is_master=False, wait_for_workers=False)
-
-
-async def _make_store(place: Place) -> Fence:
-    from phasesync.fences.store import StoreFences  # noqa: PLC0415
-
-    rank = Rank(RoleName("trainer"), place.number)
-    endpoint = StoreFences(_client(place), rank=rank, run=place.run)
-    await endpoint.connect()
-
-    async def fence(generation: int) -> None:
-        call = _call(place, generation)
-        await endpoint.arrive(call, _arrival(place, call))
-
-    return fence
-
-
-async def _make_tcp(place: Place) -> Fence:
-    from phasesync.fences.tcp import TcpFences  # noqa: PLC0415
-
-    assert place.coordinator is not None
-    rank = Rank(RoleName("trainer"), place.number)
-    endpoint = TcpFences(place.coordinator, rank=rank, run=place.run, token="bench")
-    await endpoint.connect()
-
-    async def fence(generation: int) -> None:
-        call = _call(place, generation)
-        await endpoint.arrive(call, _arrival(place, call))
-
-    return fence
-
-
-async def _make_ray(place: Place) -> Fence:
-    ray: Any = import_module("ray")
-    ray.init(address=place.cluster, log_to_driver=False, ignore_reinit_error=True)
-    from phasesync.fences.ray import RayFences  # noqa: PLC0415
-
-    endpoint = RayFences(rank=Rank(RoleName("trainer"), place.number), run=place.run)
-    await endpoint.connect()
-
-    async def fence(generation: int) -> None:
-        call = _call(place, generation)
-        await endpoint.arrive(call, _arrival(place, call))
-
-    return fence
-
-
-class _BarrierActor:
-    """The barrier that people write: count to N, then let all go."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._waiting: list[asyncio.Future[None]] = []
-
-    async def arrive(self) -> None:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiter)
-        if len(self._waiting) == self._size:
-            waiting, self._waiting = self._waiting, []
-            for each in waiting:
-                each.set_result(None)
-        await waiter
-
-
-async def _make_ray_barrier(place: Place) -> Fence:
-    ray: Any = import_module("ray")
-    ray.init(address=place.cluster, log_to_driver=False, ignore_reinit_error=True)
-    options = {"name": f"barrier.{place.run}", "namespace": "bench", "get_if_exists": True}
-    made = ray.remote(_BarrierActor).options(num_cpus=0, lifetime="detached", **options)
-    actor = made.remote(place.size)
-
-    async def fence(_: int) -> None:
-        await actor.arrive.remote()
-
-    return fence
-
-
-def _gloo(place: Place) -> Any:
-    dist: Any = import_module("torch.distributed")
-    if not dist.is_initialized():
-        store = dist.PrefixStore("gloo", _client(place))
-        dist.init_process_group("gloo", store=store, rank=place.number, world_size=place.size)
-    return dist
-
-
-async def _make_gloo_barrier(place: Place) -> Fence:
-    dist = _gloo(place)
-
-    async def fence(_: int) -> None:
-        dist.barrier()
-
-    return fence
-
-
-async def _make_to_thread_barrier(place: Place) -> Fence:
-    dist = _gloo(place)
-
-    async def fence(_: int) -> None:
-        await asyncio.to_thread(dist.barrier)
-
-    return fence
-
-
-async def _make_monitored_barrier(place: Place) -> Fence:
-    dist = _gloo(place)
-
-    async def fence(_: int) -> None:
-        dist.monitored_barrier(timeout=timedelta(seconds=DEADLINE_S))
-
-    return fence
-
-
-async def _make_nccl_barrier(place: Place) -> Fence:
-    dist = _gloo(place)
-    torch: Any = import_module("torch")
-    torch.cuda.set_device(place.number)
-    group = dist.new_group(backend="nccl")
-
-    async def fence(_: int) -> None:
-        dist.barrier(group=group, device_ids=[place.number])
-
-    return fence
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A fence or barrier to measure; `default` ones are measured unless others are named."""
-
-    make: Callable[[Place], Awaitable[Fence]]
-    default: bool = True
-    needs: str = ""
-
-
-VARIANTS: dict[str, Variant] = {
-    "store": Variant(_make_store),
-    "tcp": Variant(_make_tcp, needs="coordinator"),
-    "to_thread(dist.barrier)": Variant(_make_to_thread_barrier),
-    "dist.barrier": Variant(_make_gloo_barrier),
-    "monitored_barrier": Variant(_make_monitored_barrier),
-    "nccl barrier": Variant(_make_nccl_barrier, default=False),
-    "ray": Variant(_make_ray, default=False, needs="ray"),
-    "ray actor barrier": Variant(_make_ray_barrier, default=False, needs="ray"),
-}
-
-
-# --- What a fence is made of -----------------------------------------------------------------
-
-
-def step_costs(repeats: int = 300) -> dict[str, float]:
-    """Microseconds of each step of a store fence, alone on this machine."""
-    dist: Any = import_module("torch.distributed")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = Place(number=0, size=8, port=store.port, run="steps")
-    call = _call(place, 0)
-    arrivals = [
-        _arrival(Place(number=n, size=8, port=store.port, run="steps"), call) for n in range(8)
-    ]
-    log = b"".join(map(encode_arrival, arrivals))
-    store.set("there", "x")
-    return {
-        "store round trip (add)": _time(repeats, lambda: store.add("n", 1)),
-        "store get": _time(repeats, lambda: store.get("there")),
-        "store append, one way": _time(repeats, lambda: store.append("log", "x")),
-        "frame to JSON": _time(repeats, lambda: encode_arrival(arrivals[0])),
-        "8 frames from JSON": _time(repeats, lambda: decode_arrivals(log)),
-        "judging 8 arrivals": _time(repeats, lambda: judge(call, arrivals)),
-        "thread hop, there and back": asyncio.run(_hop(store, repeats)),
-    }
-
-
-def _time(repeats: int, act: Callable[[], object]) -> float:
-    taken = []
-    for _ in range(repeats):
-        since = time.perf_counter_ns()
-        act()
-        taken.append((time.perf_counter_ns() - since) / 1e3)
-    return statistics.median(taken)
-
-
-async def _hop(store: Any, repeats: int) -> float:
-    from phasesync.fences.store import StoreFences  # noqa: PLC0415
-
-    endpoint = StoreFences(store, rank=Rank(RoleName("trainer"), 0), run="hop")
-    await endpoint.connect()
-    taken = []
-    for _ in range(repeats):
-        since = time.perf_counter_ns()
-        await endpoint.hop()
-        taken.append((time.perf_counter_ns() - since) / 1e3)
-    await endpoint.close()
-    return statistics.median(taken)
-
-
 # --- Showing it ------------------------------------------------------------------------------
 
 
@@ -496,9 +284,26 @@ def table(rows: Sequence[Row]) -> str:
         cells = [by_place.get((name, size)) for size in sizes]
         shown = "".join(f"{f'{c.p50_ms:.2f} / {c.p99_ms:.2f}' if c else '-':>16}" for c in cells)
         lines.append(f"{name:<{width}}{shown}")
+    lines += _ratios(by_place, sizes, width)
     worst = max((row.foreign for row in rows), default=0.0)
     lines.append(f"p50 / p99 in ms, last arrival to last release; others used up to {worst:.0%}")
     return "\n".join(lines)
+
+
+COMPARED = (("store", "to_thread(dist.barrier)"), ("ray", "ray actor barrier"))
+
+
+def _ratios(
+    by_place: dict[tuple[str, int], Row], sizes: Sequence[int], width: int
+) -> Iterator[str]:
+    """How ours compares with what it stands in for, median over median."""
+    for ours, theirs in COMPARED:
+        pairs = [(by_place.get((ours, size)), by_place.get((theirs, size))) for size in sizes]
+        if any(a and b for a, b in pairs):
+            cells = [f"{a.p50_ms / b.p50_ms:.2f}" if a and b else "-" for a, b in pairs]
+            title = f"{ours} : {theirs}"
+            lead = title if len(title) <= width else f"{ours} : barrier"
+            yield f"{lead:<{width}}" + "".join(f"{cell:>16}" for cell in cells)
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
@@ -508,9 +313,14 @@ def draw(rows: Sequence[Row], file: Path) -> None:
         InputError: matplotlib is not installed.
     """
     try:
+        matplotlib: Any = import_module("matplotlib")
+        matplotlib.use("Agg")
         pyplot: Any = import_module("matplotlib.pyplot")
     except ModuleNotFoundError as error:
-        raise InputError("a picture needs: pip install matplotlib") from error
+        raise InputError(
+            "a picture needs: pip install matplotlib (figures that were kept with --json can be "
+            "drawn elsewhere: phasesync bench fence --from FILE --png FILE)"
+        ) from error
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for name in dict.fromkeys(row.variant for row in rows):
         mine = sorted((row for row in rows if row.variant == name), key=lambda row: row.size)

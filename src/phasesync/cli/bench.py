@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from phasesync.cli.options import as_json_option, print_json
+from phasesync.cli.options import as_json_option, print_json, read_json
 
 __all__ = ("bench",)
 
@@ -16,42 +16,82 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option("--sizes", default="2,4,8", show_default=True, help="Numbers of processes.")
-@click.option("--only", metavar="A,B", help="Which variants; left out, what is installed.")
+@click.option("--sizes", help="Numbers of processes.  [default: 2,4,8]")
+@click.option("--only", metavar="A,B", help="Which variants; left out, all but those under Ray.")
+@click.option("--all", "everything", is_flag=True, help="With Ray, where it is installed.")
+@click.option("--gpus", is_flag=True, help="One process a GPU, NCCL beside the others.")
+@click.option("--replica", type=click.IntRange(1), help="Fences of replicas of so many processes.")
 @click.option("--rounds", type=click.IntRange(1), default=6, show_default=True)
 @click.option("--fences", type=click.IntRange(1), default=40, show_default=True, help="A round.")
 @click.option("--tight", is_flag=True, help="Arrive back to back, not spread.")
+@click.option("--steps", is_flag=True, help="Also what each step of a store fence costs.")
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the medians.")
+@click.option(
+    "--from",
+    "kept",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Measure nothing: show what an earlier run printed with --json.",
+)
 @as_json_option
 def fence(
     *,
-    sizes: str,
+    sizes: str | None,
     only: str | None,
+    everything: bool,
+    gpus: bool,
+    replica: int | None,
     rounds: int,
     fences: int,
     tight: bool,
+    steps: bool,
     png: Path | None,
+    kept: Path | None,
     as_json: bool,
 ) -> None:
     """Fences beside the barriers that people use today."""
-    from phasesync.bench.fence import bench_fence, draw, table
+    from phasesync.bench.fence import Row, bench_fence, can_measure, draw, machine, table
+    from phasesync.bench.steps import step_costs
 
-    try:
-        counts = [int(size) for size in sizes.split(",")]
-    except ValueError:
-        raise click.UsageError(f"{sizes!r} are no sizes; write --sizes 2,4,8") from None
-    rows = bench_fence(
-        counts,
-        variants=only.split(",") if only else None,
-        rounds=rounds,
-        fences=fences,
-        spread=not tight,
-        say=lambda line: click.echo(line, err=True),
-    )
+    if kept is not None:
+        found = read_json(kept)
+        rows = [Row(**row) for row in found["rows"]]
+    else:
+        counts = _counts(sizes, gpus=gpus)
+        rows = bench_fence(
+            counts,
+            variants=only.split(",") if only else can_measure(max(counts)) if everything else None,
+            replica_size=replica,
+            rounds=rounds,
+            fences=fences,
+            spread=not tight,
+            say=lambda line: click.echo(line, err=True),
+        )
+        found = {"bench": "fence", "machine": machine(), "rows": [asdict(row) for row in rows]}
+        if steps:
+            found["steps_us"] = step_costs()
     if as_json:
-        print_json([asdict(row) for row in rows])
+        print_json(found)
     else:
         click.echo(table(rows))
+        for name, cost in found.get("steps_us", {}).items():
+            click.echo(f"{name:<30}{cost:>8.1f} µs")
     if png is not None:
         draw(rows, png)
         click.echo(f"{png}: written", err=True)
+
+
+def _counts(sizes: str | None, *, gpus: bool) -> list[int]:
+    """The numbers of processes that were asked for."""
+    try:
+        counts = [int(size) for size in (sizes or "2,4,8").split(",")]
+    except ValueError:
+        raise click.UsageError(f"{sizes!r} are no sizes; write --sizes 2,4,8") from None
+    if not gpus:
+        return counts
+    from phasesync.bench import barriers
+
+    have = barriers.gpus()
+    may = [size for size in counts if size <= have]
+    if not may or (sizes is not None and may != counts):
+        raise click.UsageError(f"--gpus: one process a GPU, and there are {have} GPUs with NCCL")
+    return may
