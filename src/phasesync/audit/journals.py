@@ -25,8 +25,8 @@ from phasesync.audit.luck import Luck
 from phasesync.audit.merge import instance_of
 from phasesync.audit.rounds import Block
 from phasesync.audit.rules.base import Rule
-from phasesync.audit.rules.fences import Exclusive, Lifetime
-from phasesync.audit.rules.memory import Drift
+from phasesync.audit.rules.payload import Exclusive, Lifetime
+from phasesync.audit.rules.residue import Drift
 from phasesync.audit.rules.service import Timeouts, Windows
 from phasesync.audit.rules.versions import Evidenced, Monotone, Scope, Versions
 from phasesync.audit.rules.waiting import Hangs

@@ -11,7 +11,18 @@ from typing import Final
 from phasesync.audit.events import Event, Name, version_number
 from phasesync.audit.facts import WAITING, Facts, group_of, instance_of, is_timeout, ranks_in
 
-__all__ = ("Meet", "Wait", "Waits", "strongly_connected")
+__all__ = (
+    "STEPS",
+    "Meet",
+    "Wait",
+    "Waits",
+    "strongly_connected",
+    "unrecovered",
+    "version_of",
+)
+
+# Steps at which ranks of one role meet, or a sender its receivers.
+STEPS: Final = frozenset({"fence", "collective", "send", "receive"})
 
 _PAIRED: Final = frozenset({"send", "receive", "publish", "wait"})
 _TOGETHER: Final = frozenset({"fence", "collective", "init_group"})

@@ -1,0 +1,123 @@
+"""Ranks that went different ways, or would: R-SAMEPLAN."""
+
+from phasesync.audit.answer import BROKEN, MISSING, Finding
+from phasesync.audit.events import Event, Name
+from phasesync.audit.facts import Facts, group_of
+from phasesync.audit.rules.seen import Seen
+from phasesync.audit.waits import STEPS, Meet, Waits
+
+__all__ = ("plans", "sameplan")
+
+
+def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
+    """R-SAMEPLAN: ranks took different branches.
+
+    Sees: ranks of one role that wait in different steps, each for the others, or for a rank
+    that went past the step and did what comes after it. The minority that took the other
+    branch is guilty, unless it is the one that waits at a fence. Sources: TensorRT-LLM PR
+    13564, verl PR 7851 (mixed configuration).
+    """
+    facts = waits.facts
+    found = []
+    live = [
+        meet
+        for meet in waits.meets
+        if meet.action in STEPS and not any(wait.event.at in explained for wait in meet.waits)
+    ]
+    fences = [meet for meet in live if meet.action == "fence"] or live
+    for meet in fences:
+        elsewhere: dict[Name, Event] = {}
+        for rank, state in meet.absent.items():
+            known = facts.rank(rank)
+            if state == "waiting":
+                opened = [each.event for each in known.open if each.event.action in STEPS]
+                if opened and all(_other_step(each, meet) for each in opened):
+                    elsewhere[rank] = opened[-1]
+            elif state in ("working", "idle"):
+                past = _went_past(known.started(meet.epoch), meet, facts)
+                if past is not None:
+                    elsewhere[rank] = past
+        if not elsewhere:
+            continue
+        others = [other for other in meet.absent if other not in elsewhere]
+        if any(meet.absent[other] in ("working", "silent") for other in others):
+            continue
+        explained.update(wait.event.at for wait in meet.waits)
+        explained.update(event.at for event in elsewhere.values())
+        minority = len(elsewhere) < len(meet.ranks)
+        skipped = sorted(elsewhere.values(), key=lambda event: event.at)
+        found.append(
+            Finding.on(
+                "R-SAMEPLAN",
+                skipped[0],
+                f"ranks {', '.join(map(str, meet.ranks))} wait in {meet.phase}, while "
+                + ", ".join(
+                    f"rank {rank} is in {event.phase}" for rank, event in elsewhere.items()
+                ),
+                *(wait.event for wait in meet.waits[:6]),
+                *skipped[1:4],
+                strength=MISSING,
+                guilty=tuple(sorted(elsewhere, key=str)) if minority else (),
+                waiting=facts.waiting(),
+            )
+        )
+        break
+    return found
+
+
+def plans(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
+    """R-SAMEPLAN: ranks hold different plans, whether or not anything came of it yet.
+
+    Only `plan`, `digest` and `config` must agree; a `choice` of its own is a rank's right
+    until somebody waits for the others' branch.
+    """
+    facts = waits.facts
+    found = []
+    for (_, name), chosen in seen.choices.items():
+        if name.split()[0] in ("choice", "branch", "decision"):
+            continue
+        for kind in {facts.header.kind(rank) for rank in chosen}:
+            mine = {r: c for r, c in chosen.items() if facts.header.kind(r) == kind}
+            groups: dict[str, list[Name]] = {}
+            for rank, (value, _) in mine.items():
+                groups.setdefault(value, []).append(rank)
+            if len(groups) < 2:
+                continue
+            sizes = sorted(groups.values(), key=len)
+            guilty = sizes[0] if len(sizes) == 2 and len(sizes[0]) < len(sizes[1]) else []
+            events = [event for _, event in mine.values()]
+            first = mine[guilty[0]][1] if guilty else events[-1]
+            found.append(
+                Finding.on(
+                    "R-SAMEPLAN",
+                    first,
+                    f"ranks hold different values of {name}: "
+                    + "; ".join(f"{value} on {ranks}" for value, ranks in groups.items()),
+                    *events[:8],
+                    strength=BROKEN,
+                    guilty=tuple(guilty),
+                    waiting=facts.waiting(),
+                )
+            )
+    return found
+
+
+def _other_step(event: Event, meet: Meet) -> bool:
+    return event.phase != meet.phase or group_of(event) != meet.group
+
+
+def _went_past(started: dict[str, Event], meet: Meet, facts: Facts) -> Event | None:
+    """The phase that an absent rank entered although, elsewhere, it lies behind this step."""
+    later = [
+        event
+        for event in started.values()
+        if event.at > meet.first.at and event.action not in ("release", "synchronize", "window")
+    ]
+    done = {
+        phase
+        for rank in meet.ranks
+        for phase in facts.ranks[rank].started(meet.epoch)
+        if phase != meet.phase
+    }
+    new = [event for event in later if event.phase not in done and event.phase != meet.phase]
+    return min(new, key=lambda event: event.at) if new else None

@@ -1,0 +1,108 @@
+"""Two sides that wait for each other's other step: R-HANDSHAKE."""
+
+from itertools import pairwise
+
+from phasesync.audit.answer import MISSING, Finding
+from phasesync.audit.events import Event, Name
+from phasesync.audit.facts import Facts, RankFacts
+from phasesync.audit.rules.seen import Seen
+from phasesync.audit.waits import Waits, version_of
+
+__all__ = ("handshake",)
+
+
+def handshake(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
+    """R-HANDSHAKE: two sides wait for different versions, or one never entered.
+
+    Sees: open waits of two roles that name different versions; the side that skipped one (its
+    epochs have a gap), else the counterpart of the earliest wait, is guilty. Or a send with no
+    receiver that ever came although it is alive and idle. Sources: prime-rl PR 1667.
+    """
+    facts = waits.facts
+    found = []
+    sides = [
+        wait
+        for wait in waits.waits
+        if wait.event.at not in explained
+        and wait.event.action in ("wait", "publish", "send", "receive", "write", "poll")
+    ]
+    for wait in sides:
+        version = version_of(wait.event)
+        if version is None:
+            continue
+        for other in sides:
+            theirs = version_of(other.event)
+            if other.rank == wait.rank or theirs is None or theirs == version:
+                continue
+            if other.event.at < wait.event.at or other.event.at in explained:
+                continue
+            if facts.header.roles and facts.header.kind(other.rank) == facts.header.kind(wait.rank):
+                continue
+            guilty = _skipper(wait.event, other.event, facts)
+            explained.update((wait.event.at, other.event.at))
+            found.append(
+                Finding.on(
+                    "R-HANDSHAKE",
+                    other.event,
+                    f"rank {wait.rank} waits in {wait.event.phase} for version {version:g}, "
+                    "rank "
+                    f"{other.rank} in {other.event.phase} for version {theirs:g}",
+                    wait.event,
+                    strength=MISSING,
+                    guilty=guilty,
+                    waiting=facts.waiting(),
+                )
+            )
+            return found
+    for meet in waits.meets:
+        if meet.action not in ("send", "receive", "publish", "wait") or len(meet.ranks) != 1:
+            continue
+        if any(wait.event.at in explained for wait in meet.waits) or not meet.absent:
+            continue
+        lazy = [
+            rank
+            for rank, state in meet.absent.items()
+            if state == "idle" or (state == "working" and _only_serves(facts.ranks[rank]))
+        ]
+        kinds = {facts.header.kind(rank) for rank in meet.ranks}
+        lazy = [rank for rank in lazy if facts.header.kind(rank) not in kinds]
+        if not lazy or len(lazy) < len(meet.absent):
+            continue
+        if len(facts.ranks) == len(meet.ranks):
+            continue
+        explained.update(wait.event.at for wait in meet.waits)
+        last = facts.ranks[lazy[0]].last
+        found.append(
+            Finding.on(
+                "R-HANDSHAKE",
+                meet.first,
+                f"rank {meet.ranks[0]} waits in {meet.phase}, and "
+                f"{', '.join(map(str, lazy))} never "
+                "entered its side of it",
+                *([last] if last is not None else []),
+                strength=MISSING,
+                guilty=tuple(lazy),
+                waiting=facts.waiting(),
+            )
+        )
+    return found
+
+
+def _only_serves(rank: RankFacts) -> bool:
+    """Whether a rank does nothing but answer requests, which is no part of any handshake."""
+    return all(each.event.action in ("serve", "life", "window") for each in rank.open)
+
+
+def _skipper(one: Event, other: Event, facts: Facts) -> tuple[Name, ...]:
+    """Who of two sides skipped a version: whose own epochs have a gap, else who is not there
+    first.
+    """
+    gaps = []
+    for event in (one, other):
+        epochs = sorted(facts.ranks[event.rank].epochs)
+        if any(after - before > 1 for before, after in pairwise(epochs)):
+            gaps.append(event.rank)
+    if len(gaps) == 1:
+        return (gaps[0],)
+    named = version_of(one) is not None and version_of(other) is not None
+    return (other.rank,) if named else ()

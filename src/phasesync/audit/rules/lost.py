@@ -1,0 +1,99 @@
+"""Errors that peers wait behind, or that never arrived: R-ALLOK, R-MEMBERS, R-REPORT."""
+
+from typing import Final
+
+from phasesync.audit.answer import FAILED, Finding
+from phasesync.audit.events import Event, Name
+from phasesync.audit.facts import Facts
+from phasesync.audit.rules.seen import Seen
+from phasesync.audit.waits import STEPS, Meet, Waits, unrecovered
+
+__all__ = ("gone", "report")
+
+_TOLD: Final = ("http", "status", "code", "returned", "success", "swallowed", "ignored", "logged")
+
+
+def gone(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
+    """R-ALLOK, R-MEMBERS and R-REPORT: somebody waits for a rank that failed or is gone.
+
+    R-MEMBERS if it was gone before the epoch of the wait began, else R-ALLOK; R-REPORT instead
+    of R-ALLOK where the log shows that the error was at hand and did not reach who waits: it
+    came back as a reply, or the wait ended as a timeout. Sources: SkyRL PR 1737, NeMo-RL PR
+    3591, TRL issue 6796, Ray issue 64470.
+    """
+    found = []
+    for meet in waits.meets:
+        before = [rank for rank, state in meet.absent.items() if state == "gone before"]
+        failed = [rank for rank, state in meet.absent.items() if state in ("gone", "failed")]
+        if meet.action not in STEPS | {"wait", "init_group", "publish", "teardown"}:
+            continue
+        if not before and not failed:
+            continue
+        explained.update(wait.event.at for wait in meet.waits)
+        ranks = failed or before
+        roots = [event for rank in ranks if (event := _end_of(rank, waits.facts)) is not None]
+        if not roots:
+            continue
+        root = min(roots, key=lambda event: event.at)
+        guilty = [event.rank for event in roots if _independent(event, root)]
+        rule = "R-MEMBERS" if not failed else _allok(root, meet)
+        names = ", ".join(map(str, meet.ranks))
+        what = "exited" if root.kind == "exit" else "left" if root.kind == "end" else "failed"
+        error = root.attrs.get("error")
+        because = (
+            f"ranks {names} wait in {meet.phase} of epoch {meet.epoch} for rank "
+            f"{root.rank}, which "
+            f"{what} in {root.phase} of epoch {root.epoch}" + (f" ({error})" if error else "")
+        )
+        found.append(
+            Finding.on(
+                rule,
+                root,
+                because,
+                *(wait.event for wait in meet.waits[:8]),
+                strength=FAILED,
+                guilty=tuple(dict.fromkeys(guilty)),
+                waiting=tuple(wait.rank for wait in meet.waits if wait.cut is None),
+            )
+        )
+    return found
+
+
+def _allok(root: Event, meet: Meet) -> str:
+    told = any(name in root.attrs for name in _TOLD)
+    shown_as_timeout = any(wait.cut is not None for wait in meet.waits)
+    return "R-REPORT" if told or shown_as_timeout else "R-ALLOK"
+
+
+def report(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
+    """R-REPORT where nobody waits: an error was swallowed, and the next step went on.
+
+    Sees: a failed load, sync or resume after which that rank serves or publishes without
+    having done it again, or a caller that ends as a success while its callee failed. Sources:
+    NeMo-RL `prepare_for_generation`, TRL PR 6913.
+    """
+    found = []
+    for failed, after, how in seen.swallowed:
+        error = failed.attrs.get("error")
+        because = (
+            f"{failed.phase} failed on rank {failed.rank}"
+            + (f" ({error})" if error else "")
+            + f", and rank {after.rank} {how} {after.phase}"
+        )
+        found.append(Finding.on("R-REPORT", failed, because, after, strength=FAILED))
+    return found
+
+
+def _end_of(rank: Name, facts: Facts) -> Event | None:
+    """The line that says how `rank` ended: its failure, exit or leave."""
+    known = facts.ranks[rank]
+    candidates = [unrecovered(known.failed, facts), known.exit, known.left]
+    ends = [each for each in candidates if each is not None]
+    return min(ends, key=lambda event: event.at) if ends else None
+
+
+def _independent(event: Event, root: Event) -> bool:
+    """Whether a failure is a cause of its own, not an echo of the earlier one."""
+    if event is root:
+        return True
+    return event.phase == root.phase and event.attrs.get("error") == root.attrs.get("error")

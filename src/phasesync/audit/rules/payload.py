@@ -1,0 +1,194 @@
+"""Payload: what must not overlap on a communicator, and what must outlive its readers.
+
+A buffer or a communicator is misused at the moment somebody takes it again, not when the damage
+shows.
+"""
+
+from typing import Final
+
+from phasesync.audit.answer import Finding
+from phasesync.audit.events import Event, Name
+from phasesync.audit.facts import Facts, Open, group_of
+
+__all__ = ("Exclusive", "Lifetime")
+
+_KEPT: Final = 512
+
+
+class Exclusive:
+    """R-EXCL: two payloads (epoch, phase) at once on one communicator.
+
+    Sees: a rank that begins payload on a group on which its own payload of another epoch or phase
+    is still under way; or ranks of one side that are in payloads of different epochs on one group,
+    with the log ending there. Buckets of one phase in a pipeline are one payload, and so are a
+    send and its receive. Cannot see: groups that no line names. Sources: AReaL PR 1596, AReaL
+    issue 1439, verl PR 7846.
+    """
+
+    rule = "R-EXCL"
+    wants = frozenset({"send", "receive", "write", "collective", "serve", "train"})
+
+    def __init__(self) -> None:
+        self._found: list[Finding] = []
+        self._apart: list[tuple[Event, Event]] = []
+
+    def see(self, event: Event, start: Open | None, facts: Facts) -> None:
+        if event.kind != "start" or len(self._found) >= _KEPT:
+            return
+        group = group_of(event)
+        if group is None or group.lower() in ("none", "null") or "queued_behind" in event.attrs:
+            return
+        for each in facts.ranks[event.rank].open:
+            other = each.event
+            if other is event or group_of(other) != group or other.action == "fence":
+                continue
+            if not _one_payload(other, event):
+                self._found.append(
+                    Finding.on(
+                        "R-EXCL",
+                        event,
+                        f"rank {event.rank} entered {event.phase} of epoch {event.epoch} on group "
+                        f"{group} while its {other.phase} of epoch {other.epoch} is under way "
+                        "there",
+                        other,
+                    )
+                )
+                return
+        for peer in facts.groups.get(group, ()):
+            if peer == event.rank:
+                continue
+            for each in facts.ranks[peer].open:
+                other = each.event
+                if (
+                    group_of(other) == group
+                    and other.epoch != event.epoch
+                    and other.action != "fence"
+                    and len(self._apart) < _KEPT
+                ):
+                    self._apart.append((event, other))
+
+    def finish(self, facts: Facts) -> list[Finding]:
+        found = list(self._found)
+        if not facts.waiting() and not facts.failures:
+            return found
+        for event, other in self._apart:
+            both = (facts.outcome(event), facts.outcome(other))
+            if "good" not in both:
+                found.append(
+                    Finding.on(
+                        "R-EXCL",
+                        event,
+                        f"rank {event.rank} is in {event.phase} of epoch {event.epoch} and rank "
+                        f"{other.rank} in {other.phase} of epoch {other.epoch}, on one group",
+                        other,
+                        waiting=facts.waiting(),
+                    )
+                )
+        return found
+
+
+def _one_payload(one: Event, other: Event) -> bool:
+    """Whether two phases of one rank on one group are parts of one piece of work."""
+    if one.epoch != other.epoch:
+        return False
+    if one.phase == other.phase or one.means.action == other.means.action:
+        return one.attrs.get("version") == other.attrs.get("version")
+    return {one.action, other.action} <= {"write", "send", "receive"}
+
+
+class Lifetime:
+    """R-LIFETIME: a buffer was freed while a consumer still had it.
+
+    Sees: a rank frees (or reuses) a bucket while another rank is inside a load of that bucket that
+    has its handle, or while its own transfer of it runs; a load that names the handle of a rank
+    which has freed it already. Cannot see: a consumer that logs no load. Sources: slime issue
+    1348, SGLang issue 6626.
+    """
+
+    rule = "R-LIFETIME"
+    wants = frozenset({"free", "receive", "send", "write"})
+
+    def __init__(self) -> None:
+        self._freed: dict[tuple[Name, str, int | None], Event] = {}
+        self._senders: dict[tuple[str, int | None], set[Name]] = {}
+        self._found: list[Finding] = []
+
+    def see(self, event: Event, start: Open | None, facts: Facts) -> None:
+        if event.kind != "start" or len(self._found) >= _KEPT:
+            return
+        bucket = _bucket(event)
+        if event.action == "send":
+            if bucket is not None:
+                if len(self._senders) > 4096:
+                    self._senders.pop(next(iter(self._senders)))
+                self._senders.setdefault((bucket, event.epoch), set()).add(event.rank)
+            return
+        if event.action != "free":
+            self._late_reader(event, bucket)
+            return
+        if bucket is not None:
+            if len(self._freed) > 4096:
+                self._freed.pop(next(iter(self._freed)))
+            self._freed[(event.rank, bucket, event.epoch)] = event
+        for rank in facts.ranks.values():
+            for each in rank.open:
+                if self._has(each.event, event, bucket):
+                    self._found.append(
+                        Finding.on(
+                            "R-LIFETIME",
+                            event,
+                            f"rank {event.rank} entered {event.phase} while rank {rank.name} was "
+                            f"still in {each.event.phase}",
+                            each.event,
+                        )
+                    )
+                    return
+
+    def _has(self, reader: Event, free: Event, bucket: str | None) -> bool:
+        if reader is free or reader.action not in ("receive", "write", "send"):
+            return False
+        theirs = _bucket(reader)
+        if reader.rank == free.rank:
+            return reader.action == "send" and bucket is not None and theirs == bucket
+        handles = reader.attrs.get("handles", reader.attrs.get("sources"))
+        if isinstance(handles, list | tuple):
+            named = str(free.rank) in {str(handle).rpartition("/")[2] for handle in handles}
+            return named and (bucket is None or theirs is None or theirs == bucket)
+        if reader.action != "receive" or bucket is None or theirs != bucket:
+            return False
+        # Where several send a bucket of that number, only a group says whose it is.
+        senders = self._senders.get((bucket, free.epoch), set())
+        own = len(senders | {free.rank}) == 1
+        shared = group_of(reader) is not None and group_of(reader) == group_of(free)
+        return reader.epoch == free.epoch and (own or shared)
+
+    def _late_reader(self, event: Event, bucket: str | None) -> None:
+        handles = event.attrs.get("handles", event.attrs.get("sources"))
+        if bucket is None or not isinstance(handles, list | tuple):
+            return
+        for handle in handles[:4096]:
+            for rank in (handle, str(handle)):
+                freed = self._freed.get((rank, bucket, event.epoch)) if _hashable(rank) else None
+                if freed is not None:
+                    self._found.append(
+                        Finding.on(
+                            "R-LIFETIME",
+                            freed,
+                            f"rank {freed.rank} freed bucket {bucket} before rank {event.rank} "
+                            "read it",
+                            event,
+                        )
+                    )
+                    return
+
+    def finish(self, facts: Facts) -> list[Finding]:
+        return self._found
+
+
+def _hashable(value: object) -> bool:
+    return isinstance(value, int | str)
+
+
+def _bucket(event: Event) -> str | None:
+    bucket = event.attrs.get("bucket", event.attrs.get("slot"))
+    return str(bucket) if bucket is not None else event.means.bucket

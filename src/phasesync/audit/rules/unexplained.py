@@ -1,0 +1,55 @@
+"""Waits that no rule explains, and logs that lack the rank that matters: R-DUMPSET."""
+
+from phasesync.audit.answer import SUSPECTED, Finding
+from phasesync.audit.rules.seen import Seen
+from phasesync.audit.waits import Waits
+
+__all__ = ("left_over",)
+
+
+def left_over(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
+    """R-DUMPSET, or a wait that nothing in the log explains: both are `inconclusive`.
+
+    Sources: PyTorch issue 196968, PyTorch PR 150652.
+    """
+    found = []
+    for meet in waits.meets:
+        if any(wait.event.at in explained for wait in meet.waits) or meet.action == "drain":
+            continue
+        if meet.action in ("publish", "teardown") and not meet.absent:
+            continue
+        rule: str | None
+        silent = [rank for rank, state in meet.absent.items() if state == "silent"]
+        rest = [rank for rank, state in meet.absent.items() if state in ("working", "idle")]
+        names = ", ".join(map(str, meet.ranks))
+        where = f"ranks {names} wait in {meet.phase} of epoch {meet.epoch}"
+        if silent:
+            who = ", ".join(map(str, silent))
+            because = f"{where} for {who}, of which there is no line at all"
+            rule, more = "R-DUMPSET", f"the log or dump of rank {who}"
+        elif rest:
+            who = ", ".join(map(str, rest))
+            because = f"{where}; {who} did not come, and no line says whether slow, stuck or gone"
+            idle = all(meet.absent[rank] == "idle" for rank in rest)
+            rule = "R-DUMPSET" if idle else None  # Then its last lines are what is missing.
+            more = f"progress marks or a stack of rank {who}"
+        elif lost := waits.without_lines(meet):
+            who = ", ".join(map(str, lost))
+            because = f"{where}, and of rank {who} there is no line at all"
+            rule, more = "R-DUMPSET", f"the log or dump of rank {who}"
+        else:
+            because = f"{where}, and everybody known to belong there is there"
+            rule, more = None, "the members of each group, and who is inside it"
+        found.append(
+            Finding.on(
+                rule,
+                meet.first,
+                because,
+                *(wait.event for wait in meet.waits[1:4]),
+                strength=SUSPECTED,
+                guilty=(),
+                waiting=meet.ranks,
+                record_next=(more,),
+            )
+        )
+    return found
