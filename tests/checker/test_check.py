@@ -92,7 +92,7 @@ def test_the_leader_maps_kv_while_a_peer_still_holds() -> None:
     assert {"staging"} <= {name for each in report.verdict.violations for name in each.resources}
     text = "\n".join(report_lines(report))
     assert "broken: never: trainer/0 on device/1: kv_cache and staging together" in text
-    assert "steps 1 to 26, in any order that the fences allow:" in text
+    assert "steps 1 to 30, in any order that the fences allow:" in text
 
 
 def test_a_barrier_with_one_rank_raising_is_a_deadlock() -> None:

@@ -20,7 +20,7 @@ from phasesync.core.plan import Plan, resolve
 from phasesync.report.check_files import junit, sarif, written_test
 from phasesync.report.check_html import html
 from phasesync.report.check_promela import promela
-from phasesync.spec import load
+from phasesync.spec import find, load
 
 QUICK = Settings(any_n=False)
 COLOCATED = load("colocated")
@@ -32,10 +32,14 @@ def broken() -> Report:
 
 
 def test_sarif_has_the_run_as_a_code_flow(broken: Report) -> None:
-    body = sarif(broken, "protocols/colocated.yaml", 31)
+    body = sarif(broken, COLOCATED)
     text = json.loads(json.dumps(body))
     result = text["runs"][0]["results"][0]
     assert (result["ruleId"], result["level"]) == ("mapped", "error")
+    place = result["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "colocated.yaml"
+    lines = find("colocated").read_text(encoding="utf-8").splitlines()
+    assert "- load:" in lines[place["region"]["startLine"] - 1]
     flow = result["codeFlows"][0]["threadFlows"][0]["locations"]
     assert len(flow) == 22
     assert flow[-1]["location"]["message"]["text"] == "22: trainer/0 start load"

@@ -247,8 +247,11 @@ class _Run:
             broken = broken._replace(faults=FAULTS["none"])
 
         def plan_of(size: int) -> Plan:
-            members = counts(self.protocol, size)
-            return self.mutate(resolve(self.protocol, members, self._fit(broken.options, size)))
+            # Groups grow with the ranks, unless their size is pinned: else N says nothing.
+            grown = self._fit(broken.options, size)
+            for name, value in sized(self.protocol, grown, size).items():
+                grown = grown if name in self.pinned else {**grown, name: value}
+            return self.mutate(resolve(self.protocol, counts(self.protocol, size), grown))
 
         budget = self.budget()
         few = replace(budget, states_max=min(budget.states_max, 20_000))

@@ -156,7 +156,9 @@ class Report:
         holding = [case for case in cases if isinstance(case.verdict, Holds)]
         open_cases = [c for c in cases if isinstance(c.verdict, Undecided) and not c.extra]
         verdict = "holds" if holding and not open_cases else "undecided"
-        if any(case.ranks is None for case in holding):
+        if not holding:
+            reach = "no search for it came to its end"
+        elif any(case.ranks is None for case in holding):
             asked = [case for case in cases if case.ranks is None]
             proved = len([case for case in asked if isinstance(case.verdict, Holds)])
             of = "" if proved == len(asked) else f"{proved} of "

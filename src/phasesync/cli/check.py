@@ -44,12 +44,14 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--mutate", is_flag=True, help="Plant every known mistake, one at a time.")
 @click.option("--no-symmetry", is_flag=True, help="Tell interchangeable ranks apart.")
 @click.option("--no-por", is_flag=True, help="Take every order of independent steps.")
+@click.option("--atomic", is_flag=True, help="Take a phase as one step; races are not seen then.")
 @click.option(
     "--time-limit",
     default=10.0,
     show_default=True,
     help="Seconds (for each mutation, with --mutate), then undecided.",
 )
+@click.option("--show", type=click.IntRange(1), metavar="N", help="Show so many different runs.")
 @click.option("--write-test", type=_FILE, help="Write the counterexample as a pytest test.")
 @click.option("--html", type=_FILE, help="Write a page to step through the counterexample.")
 @click.option("--sarif", type=_FILE, help="Write SARIF 2.1.0, for code scanning.")
@@ -63,7 +65,7 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
     from phasesync.checker import check as ask
     from phasesync.checker.mutants import survey
     from phasesync.checker.search import Budget
-    from phasesync.report.check_text import report_lines, survey_lines
+    from phasesync.report.check_text import survey_lines
     from phasesync.spec import load
 
     declared = load(protocol)
@@ -77,7 +79,10 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
             options=options,
             budget=lambda: Budget(now=time.monotonic, until_s=time.monotonic() + time_limit),
         )
-        _say(found, survey_lines(found), as_json=as_json)
+        if as_json:
+            print_json(found.to_json())
+        for line in () if as_json else survey_lines(found):
+            click.echo(line)
         if any(not each.may_survive for each in found.survivors):
             return BROKEN
         return UNDECIDED if found.undecided else OK
@@ -95,15 +100,40 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
             any_n=given["any_n"],
             symmetry=not given["no_symmetry"],
             reduction=not given["no_por"],
+            atomic=given["atomic"],
             time_limit_s=time_limit,
             now=time.monotonic,
         ),
     )
-    _say(report, report_lines(report), as_json=as_json)
-    _write(report, protocol, declared.file, given)
+    _say_report(report, declared, given, as_json)
+    _write(report, protocol, declared, given)
     if given["memory"] is not None and not _fits(declared, given, options):
         return BROKEN
     return _code(report.verdict)
+
+
+def _shown(report: "Report", given: dict[str, Any]) -> Iterable[str]:
+    """The runs that `--show` asks for beside the shortest."""
+    from phasesync.checker import faults_of
+    from phasesync.report.check_show import shown
+
+    if given["show"] is None:
+        return ()
+    faults, _ = faults_of(given["faults"], given["faults_most"])
+    return shown(report, given["show"], faults, given["epochs"] or 1)
+
+
+def _say_report(report: "Report", declared: Protocol, given: dict[str, Any], as_json: bool) -> None:
+    """The report, and what lint doubts: a check answers for what is declared alone."""
+    from phasesync.lint import lint
+    from phasesync.report.check_text import lint_lines, report_lines
+
+    doubts = lint(declared)
+    if as_json:
+        print_json(report.to_json() | {"lint": [str(found) for found in doubts]})
+        return
+    for line in (*report_lines(report), *lint_lines(doubts), *_shown(report, given)):
+        click.echo(line)
 
 
 def _fits(protocol: Protocol, given: dict[str, Any], options: dict[str, OptionValue]) -> bool:
@@ -125,15 +155,16 @@ def _fits(protocol: Protocol, given: dict[str, Any], options: dict[str, OptionVa
     return found.fits
 
 
-def _write(report: "Report", protocol: str, file: str, given: dict[str, Any]) -> None:
+def _write(report: "Report", protocol: str, declared: Protocol, given: dict[str, Any]) -> None:
     """The files that were asked for beside the answer."""
     from phasesync.core import wire
+    from phasesync.lint import lint
     from phasesync.report.check_files import junit, sarif, written_test
     from phasesync.report.check_html import html
 
     makers: dict[str, Callable[[], str]] = {
         "html": lambda: html(report),
-        "sarif": lambda: wire.encode(sarif(report, file)).decode() + "\n",
+        "sarif": lambda: wire.encode(sarif(report, declared, lint(declared))).decode() + "\n",
         "junit": lambda: junit(report),
     }
     if (case := report.counterexample) is not None:
@@ -155,14 +186,6 @@ def _promela(protocol: Protocol, given: dict[str, Any], options: dict[str, Optio
     counts = {str(role): given["ranks"] or 2 for role in protocol.active_roles}
     plan = resolve(protocol, counts, options)
     return promela(change(plan) if change else plan, given["epochs"] or 2)
-
-
-def _say(value: Any, lines: Iterable[str], *, as_json: bool) -> None:
-    if as_json:
-        print_json(value.to_json())
-        return
-    for line in lines:
-        click.echo(line)
 
 
 def _code(verdict: Verdict) -> int:

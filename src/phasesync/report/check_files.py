@@ -3,13 +3,16 @@
 Undecided is never a pass: an error in JUnit, a warning in SARIF.
 """
 
+from collections.abc import Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 from xml.sax.saxutils import quoteattr
 
 from phasesync import __version__
 from phasesync.checker.report import Case, Report
-from phasesync.core.plan import Plan
+from phasesync.core.protocol import Protocol
 from phasesync.core.verdict import Holds, Undecided, Violated
+from phasesync.lint import Finding
 from phasesync.report import lanes
 
 __all__ = ("junit", "sarif", "written_test")
@@ -25,9 +28,13 @@ def _title(case: Case) -> str:
 # ------------------------------------------------------------------------------------- SARIF
 
 
-def sarif(report: Report, file: str, line: int = 1) -> dict[str, object]:
-    """SARIF 2.1.0: one result a case that does not hold, its run as a code flow."""
-    results = [_result(case, file, line) for case in report.cases if _tells(case)]
+def sarif(report: Report, protocol: Protocol, doubts: Sequence[Finding] = ()) -> dict[str, object]:
+    """SARIF 2.1.0: one result a case that does not hold, its run as a code flow, each step at its
+    line of the protocol; then what lint doubts."""
+    lines = {str(step.name): step.place[0] for step in (*protocol.steps, *protocol.recover)}
+    at = _At(protocol.file, lines)
+    results = [_result(case, at) for case in report.cases if _tells(case)]
+    results += [_doubt(found, at) for found in doubts]
     rules = sorted({str(result["ruleId"]) for result in results})
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
@@ -53,25 +60,47 @@ def _tells(case: Case) -> bool:
     return isinstance(case.verdict, Violated)
 
 
-def _result(case: Case, file: str, line: int) -> dict[str, object]:
-    location = {
-        "physicalLocation": {
-            "artifactLocation": {"uri": file},
-            "region": {"startLine": line},
+class _At(NamedTuple):
+    """Where the steps of a protocol stand in its file."""
+
+    file: str
+    lines: Mapping[str, int]
+
+    def line(self, number: int) -> dict[str, object]:
+        return {
+            "physicalLocation": {
+                "artifactLocation": {"uri": self.file},
+                "region": {"startLine": max(number, 1)},
+            }
         }
+
+    def step(self, name: str) -> dict[str, object]:
+        return self.line(self.lines.get(name, 1))
+
+
+def _doubt(found: Finding, at: _At) -> dict[str, object]:
+    return {
+        "ruleId": f"lint-{found.rule}",
+        "level": str(found.severity),
+        "message": {"text": f"{found.wrong}; {found.right}"},
+        "locations": [at.line(found.place[0])],
     }
+
+
+def _result(case: Case, at: _At) -> dict[str, object]:
     match case.verdict:
         case Violated() as broken:
             text = f"{broken.says}; {_title(case)}"
             flow = [
-                {"location": {**location, "message": {"text": _step(case.plan, at, broken)}}}
-                for at in range(len(broken.path))
+                {"location": {**at.step(event.name), "message": {"text": _step(case, n, broken)}}}
+                for n, event in enumerate(broken.path)
             ]
+            last = broken.path[-1].name if broken.path else ""
             return {
                 "ruleId": broken.property,
                 "level": "error",
                 "message": {"text": text},
-                "locations": [location],
+                "locations": [at.step(last)],
                 "codeFlows": [{"threadFlows": [{"locations": flow}]}] if flow else [],
             }
         case Undecided(bound=bound):
@@ -82,13 +111,13 @@ def _result(case: Case, file: str, line: int) -> dict[str, object]:
         "ruleId": "undecided",
         "level": "warning",
         "message": {"text": text},
-        "locations": [location],
+        "locations": [at.line(1)],
     }
 
 
-def _step(plan: Plan | None, at: int, broken: Violated) -> str:
+def _step(case: Case, at: int, broken: Violated) -> str:
     event = broken.path[at]
-    who = plan.members[event.rank] if plan else event.rank
+    who = case.plan.members[event.rank] if case.plan else event.rank
     return f"{at + 1}: {who} {event.kind} {event.name}".rstrip()
 
 

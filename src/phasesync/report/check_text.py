@@ -1,12 +1,15 @@
 """What `check` says to people: each property, then the run that goes wrong, then the bounds."""
 
+from collections.abc import Sequence
+
 from phasesync.checker.growth import grows
 from phasesync.checker.mutants import Survey
 from phasesync.checker.report import Case, Report, word
 from phasesync.core.verdict import Holds, Undecided, Violated
+from phasesync.lint import Finding
 from phasesync.report import lanes
 
-__all__ = ("report_lines", "survey_lines")
+__all__ = ("lint_lines", "report_lines", "survey_lines")
 
 LEFT_MAX = 3
 
@@ -20,9 +23,17 @@ def report_lines(report: Report) -> tuple[str, ...]:
     if (case := report.counterexample) is not None:
         lines += ["", *_run(case)]
         if len(report.lengths) > 1:
-            lines.append(f"length: {grows(report.lengths)}")
+            lines.append(f"length: {grows(report.lengths)}; {_smallest(report)}")
     lines += ["", *_bounds(report)]
     return tuple(lines)
+
+
+def _smallest(report: Report) -> str:
+    """The smallest number of ranks that goes wrong."""
+    fails = next((size for size, steps in report.lengths if steps is not None), None)
+    fine = [size for size, steps in report.lengths if steps is None and (fails or 0) > size]
+    but = f"; none at N = {', '.join(map(str, fine))}" if fine else ""
+    return f"the smallest N that fails is {fails}{but}" if fails else "no size tried fails"
 
 
 def _run(case: Case) -> list[str]:
@@ -39,12 +50,12 @@ def _run(case: Case) -> list[str]:
 
 
 def _bounds(report: Report) -> list[str]:
-    """How much was looked at, and what was not."""
-    holding = [case.verdict for case in report.cases if isinstance(case.verdict, Holds)]
-    states = sum(case.verdict.states for case in report.cases)
-    steps = sum(each.transitions for each in holding)
-    time = "" if report.elapsed_s is None else f", {report.elapsed_s:.2f} s"
-    lines = [f"{len(report.cases)} searches, {states:,} states, {steps:,} transitions{time}"]
+    """How much was looked at, within which bounds, and what was not."""
+    lines = [_seen(report)]
+    counted = [case for case in report.cases if case.ranks is not None and not case.extra]
+    for ranks in dict.fromkeys(case.ranks for case in counted):
+        within = (_within(case) for case in counted if case.ranks == ranks)
+        lines.append(f"bounds: N = {ranks}: {'; '.join(dict.fromkeys(within))}")
     for case in report.cases:
         if isinstance(case.verdict, Undecided) and not case.extra:
             lines.append(f"undecided: {_asked(case)}: {case.verdict.bound}")
@@ -53,6 +64,43 @@ def _bounds(report: Report) -> list[str]:
     if len(left) > LEFT_MAX:
         lines.append(f"not reached: {len(left) - LEFT_MAX} more; give it more --time-limit")
     return lines
+
+
+def _seen(report: Report) -> str:
+    """States and the product states that they stand for, depth, and how fast."""
+    holding = [case.verdict for case in report.cases if isinstance(case.verdict, Holds)]
+    states = sum(case.verdict.states for case in report.cases)
+    product = sum(case.product or case.verdict.states for case in report.cases)
+    parts = [f"{_many(len(report.cases), 'search', 'es')}: {states:,} states"]
+    if product > states:
+        parts.append(f"which stand for {_large(product)}")
+    if steps := sum(each.transitions for each in holding):
+        parts.append(f"{steps:,} transitions")
+    if depth := max((each.depth for each in holding), default=0):
+        parts.append(f"depth {depth}")
+    if report.elapsed_s is not None:
+        parts.append(f"{report.elapsed_s:.2f} s")
+    if took := sum(case.elapsed_s or 0 for case in report.cases):
+        parts.append(f"{states / took:,.0f} states/s")
+    return ", ".join(parts)
+
+
+def _many(count: int, word: str, plural: str) -> str:
+    return f"{count} {word}{plural if count != 1 else ''}"
+
+
+def _large(count: int) -> str:
+    return f"{count:,}" if count < 10**9 else f"{count:.1e}"
+
+
+def _within(case: Case) -> str:
+    faults = "no faults" if case.faults == "none" else case.faults
+    return f"{faults}, {_many(case.epochs or 0, 'epoch', 's')}"
+
+
+def lint_lines(doubts: Sequence[Finding]) -> tuple[str, ...]:
+    """What lint has against the file, if anything."""
+    return tuple(f"lint: {found.severity}: {found}" for found in doubts)
 
 
 def _asked(case: Case) -> str:

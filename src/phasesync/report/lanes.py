@@ -25,6 +25,7 @@ from phasesync.core.properties import Violation
 __all__ = ("Row", "draw", "folded", "memory", "rows")
 
 SHOWN = 12
+SHOWN_LEAST = 3
 LANES_MAX = 6
 _FAULTS = frozenset((Kind.CRASH, Kind.FAIL, Kind.HANG, Kind.DEADLINE))
 _MAPPED = {Mapped.NO: "free", Mapped.YES: "mapped", Mapped.UNKNOWN: "unknown", Mapped.LOST: "lost"}
@@ -81,16 +82,27 @@ def _where(plan: Plan, rank: int, system: System) -> str:
 
 
 def folded(plan: Plan, path: Sequence[Event], shown: int = SHOWN) -> tuple[int, tuple[str, ...]]:
-    """How many steps are folded, and where they take the ranks: one line a place."""
-    hidden = max(0, len(path) - shown)
-    if not hidden:
+    """How many steps are folded, and where they take the ranks: one line a place.
+
+    At most `shown` steps are left; fewer, if that makes the fold simpler to say and hides no fault.
+    """
+    least = max(0, len(path) - shown)
+    if not least:
         return 0, ()
-    _, systems = rows(plan, path[:hidden])
+    _, systems = rows(plan, path)
+    most = max(least, len(path) - SHOWN_LEAST)
+    fault = next((at for at in range(least, most) if path[at].kind in _FAULTS), most)
+    found = {at: _places(plan, systems[at]) for at in range(least, fault + 1)}
+    hidden = min(found, key=lambda at: (len(found[at]), -at))
+    return hidden, found[hidden]
+
+
+def _places(plan: Plan, system: System) -> tuple[str, ...]:
     places: dict[tuple[int, str], list[int]] = {}
     for rank in range(len(plan.members)):
-        place = (systems[-1].ranks[rank].epoch, _where(plan, rank, systems[-1]))
+        place = (system.ranks[rank].epoch, _where(plan, rank, system))
         places.setdefault(place, []).append(rank)
-    return hidden, tuple(
+    return tuple(
         f"{_ranks(plan, who)}: {where}" + (f" of epoch {epoch}" if epoch > 1 else "")
         for (epoch, where), who in places.items()
     )
