@@ -46,7 +46,7 @@ class Apart:
         if len(block) != 3 or len(other) != 3:
             return False
         mine, row = self.tables.row(0, block[2]), theirs.tables.row(0, other[2])
-        acts = theirs._reach(mine, theirs.tables.slots[0].rank, row)
+        acts = theirs.reach(mine, theirs.tables.slots[0].rank, row, apart=True)
         if acts is None:
             return False
         width = len(self.plan.protocol.resources)
@@ -62,7 +62,7 @@ class Apart:
         rank = self.tables.slots[other].rank
         if rank < 0:
             return True
-        acts = self._reach(mine, rank, theirs)
+        acts = self.reach(mine, rank, theirs)
         if acts is None:
             return False
         own = [*self._now(mine), *self._own(self.tables.slots[slot].rank, mine)]
@@ -93,8 +93,11 @@ class Apart:
             return False
         return two.cell in self.joined.get(one.cell, ())
 
-    def _reach(self, mine: Row, rank: int, theirs: Row) -> list[Act] | None:
-        """The actions that the other rank can come to; None where nothing holds it up."""
+    def reach(self, mine: Row, rank: int, theirs: Row, *, apart: bool = False) -> list[Act] | None:
+        """The actions that the other rank can come to; None where nothing holds it up.
+
+        `apart` says that it is of another block, whose own fences never wait for `mine`.
+        """
         state = theirs.state
         match theirs.status:
             case Status.DEAD:
@@ -107,17 +110,19 @@ class Apart:
                 state = RankState(Status.READY, state.epoch + 1)
             case _:
                 pass
-        acts, ended = self._acts(mine, rank, state, state.at)
+        acts, ended = self._acts(mine, rank, state, state.at, apart)
         if state.stage is Stage.EPOCH and self.plan.recover[rank]:
             after = state._replace(stage=Stage.RECOVER)
-            more, over = self._acts(mine, rank, after, 0)
+            more, over = self._acts(mine, rank, after, 0, apart)
             acts, ended = acts + more, ended or over
         if ended:
-            more, over = self._acts(mine, rank, RankState(Status.READY, state.epoch + 1), 0)
+            more, over = self._acts(mine, rank, RankState(Status.READY, state.epoch + 1), 0, apart)
             return None if over else acts + more
         return acts
 
-    def _acts(self, mine: Row, rank: int, state: RankState, start: int) -> tuple[list[Act], bool]:
+    def _acts(
+        self, mine: Row, rank: int, state: RankState, start: int, apart: bool
+    ) -> tuple[list[Act], bool]:
         """Actions up to the first fence that waits for `mine`, and whether there is none."""
         acts: list[Act] = []
         for item in self._program(rank, state.stage)[start:]:
@@ -125,6 +130,8 @@ class Apart:
                 acts.append(item)
                 continue
             own, world = self.tables.bit(state, item)
+            if apart and own:
+                continue
             facts = mine.facts
             arrived = facts.arrived & own or facts.arrived_world & world
             if not arrived or facts.leads & own or facts.leads_world & world:
