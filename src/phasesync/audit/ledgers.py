@@ -164,11 +164,16 @@ def tags_of(event: Event) -> tuple[str, ...]:
     return event.means.tags or (ALL,)
 
 
+def _several(value: object) -> Iterable[object]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
 @dataclass(slots=True)
 class Content:
     """What a rank's weights hold: `lost` since an event, or a version, or unknown."""
 
     lost: Event | None = None
+    also: dict[str, Event] = field(default_factory=dict)  # other tags that were discarded
     never: Event | None = None
     version: float | None = None
     committed: float | None = None
@@ -275,6 +280,9 @@ class Tags:
             state.half = None
             if gone:
                 state.content.lost = event
+            for name in names[:64]:
+                if str(name) != WEIGHTS:
+                    state.content.also[str(name)] = event
 
     def _acquire(self, event: Event, start: Event | None) -> None:
         tags = tags_of(event)
@@ -301,6 +309,11 @@ class Tags:
         if part.lower() not in ("adapter", "lora", "delta", "peft"):
             state.content.lost = state.content.never = None
             self.written[event.rank] = event
+            named = {part, *(str(tag) for tag in _several(said.get("tags", ())))}
+            if named == {""}:
+                state.content.also.clear()
+            for tag in named:
+                state.content.also.pop(tag, None)
         version = version_number(said.get("version"))
         content = state.content
         if version is not None:

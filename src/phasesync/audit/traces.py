@@ -15,6 +15,7 @@ __all__ = ("RawLine", "Trace", "header_of")
 
 _VERSION: Final = 1
 _FAR: Final = 1 << 53
+_JOINT_MAX: Final = 4096
 _SYNONYMS: Final = {
     "begin": "start",
     "started": "start",
@@ -34,7 +35,9 @@ _SYNONYMS: Final = {
 
 
 class RawLine(Protocol):
-    """A line as a reader hands it over: its number, its object, or why there is none."""
+    """A line as a reader hands it over: its number, its object, or why there is none, and its file
+    where a stream goes over several.
+    """
 
     @property
     def number(self) -> int: ...
@@ -42,6 +45,8 @@ class RawLine(Protocol):
     def data(self) -> dict[str, Any] | None: ...
     @property
     def problem(self) -> str | None: ...
+    @property
+    def file(self) -> str: ...
 
 
 def header_of(data: Mapping[str, Any], vocabulary: Mapping[str, str] | None = None) -> Header:
@@ -110,6 +115,7 @@ class Trace:
         self._first: RawLine | None = None
         self._counts: dict[str, int] = {}
         self._torn: Evidence | None = None
+        self._joint: set[str] = set()
         self.header = self._header()
 
     def _header(self) -> Header:
@@ -175,17 +181,15 @@ class Trace:
         epoch = data.get("epoch")
         if isinstance(epoch, bool) or not isinstance(epoch, int) or abs(epoch) > _FAR:
             epoch = int(epoch) if isinstance(epoch, float) and epoch.is_integer() else None
-        return Event(
-            at,
-            self.file,
-            line.number,
-            rank,
-            epoch,
-            phase,
-            kind,
-            attrs if isinstance(attrs, dict) else EMPTY,
-            means(phase),
-        )
+        attrs = attrs if isinstance(attrs, dict) else EMPTY
+        meant = means(phase)
+        if meant.action == "other":
+            # A phase that nobody knows, on a communicator: whatever it is, ranks meet in it.
+            if ("group" in attrs or "members" in attrs) and len(self._joint) < _JOINT_MAX:
+                self._joint.add(phase)
+            if phase in self._joint:
+                meant = meant._replace(action="collective")
+        return Event(at, self.file, line.number, rank, epoch, phase, kind, attrs, meant)
 
     def _note(self, line: RawLine, what: str) -> None:
         count = self._counts[what] = self._counts.get(what, 0) + 1

@@ -18,6 +18,7 @@ __all__ = (
     "is_idle_error",
     "is_memory_error",
     "is_timeout_error",
+    "is_unprepared_error",
     "is_unroutable_error",
     "meaning",
     "role_kind",
@@ -102,7 +103,7 @@ _ROWS: Final[tuple[tuple[str, str], ...]] = (
     ("window", "exclusive window"),
     ("poll", "health check|monitor|generate | healthcheck"),
     # An engine's memory as a whole.
-    ("release", "release|suspend|free|offload|sleep|discard memory|occupation"),
+    ("release", "release|suspend|free|offload|sleep|discard|pause memory|occupation"),
     ("acquire", "resume|restore|wake|onload|reload memory|occupation"),
     # Gates of the request path.
     ("close", "close|shut|block|stop|disable @admission | close|stop|disable router"),
@@ -120,7 +121,7 @@ _ROWS: Final[tuple[tuple[str, str], ...]] = (
     ("admit", "admit | enqueue | submit | accept request | add request | dispatch request"),
     ("admit", "arrive request | incoming | reissue | refill"),
     # Caches of the engine and of the allocator: not the same thing.
-    ("release", "empty|trim cache|caches | gc | empty cuda | trim allocator"),
+    ("release", "empty|trim cache|caches | gc | empty cuda | trim allocator | clear memory"),
     ("flush", "flush|reset|invalidate|clear|drop @cache"),
     ("flush", "flush | reset prefix"),
     # Groups and connections.
@@ -169,8 +170,9 @@ _ROWS: Final[tuple[tuple[str, str], ...]] = (
     # Payload.
     (
         "collective",
-        "gather | allgather | allreduce | reduce | scatter | alltoall | a2a | collective",
+        "gather | allgather | allreduce | reduce | scatter | alltoall | all to | a2a | collective",
     ),
+    ("compute", "load|fetch|next|prepare data|batch|dataset|dataloader | dataloader"),
     ("write", "sync|update|refit|install|copy|apply|swap|load @weight"),
     ("write", "sync|update|refit|install|apply|swap|load|add @adapter"),
     ("write", "sync|load @base"),
@@ -178,6 +180,7 @@ _ROWS: Final[tuple[tuple[str, str], ...]] = (
         "send",
         "transfer | send | broadcast | bcast | push | stream | put | isend | transmit | upload",
     ),
+    ("send", "write @weight|@bucket | nixl|rdma write|put | xfer"),
     (
         "receive",
         "receive | recv | load | pull | fetch | read | irecv | download | consume | prefetch",
@@ -305,6 +308,12 @@ _UNROUTABLE: Final = _matcher(
     r"|endpoint|server|listener|receiver)|unknown.?(command|method|rank|target|op)|unreachable"
     r"|attribute.?error|no.?attribute|not.?found|\b404\b|\b405\b|\b501\b|not.?registered"
 )
+_UNPREPARED: Final = _matcher(
+    r"(not|never|isn.t|hasn.t)( been| yet)* "
+    r"(initiali[sz]ed|set.?up|created|started|connected|loaded)"
+    r"|please (call|run|init)|must (be called|call)|(call|run) \S+ (first|before)|before calling"
+    r"|not in (the )?(list|set) of \S*.{0,20}groups?|no (active|open|update) (session|update|group)"
+)
 _BAD_OUTPUT: Final = _matcher(
     r"garbage|gibberish|nan|wrong|corrupt|repeat|nonsense|bad|random|empty"
 )
@@ -328,6 +337,11 @@ def is_idle_error(error: object) -> bool:
 
 def is_unroutable_error(error: object) -> bool:
     return error is not None and bool(_UNROUTABLE.search(str(error)[:2000]))
+
+
+def is_unprepared_error(error: object) -> bool:
+    """Whether an error says that something should have been done before."""
+    return error is not None and bool(_UNPREPARED.search(str(error)[:2000]))
 
 
 def is_bad_output(output: object) -> bool:

@@ -1,5 +1,7 @@
 """Ranks that went different ways, or would: R-SAMEPLAN."""
 
+from typing import Final
+
 from phasesync.audit.answer import BROKEN, MISSING, Finding
 from phasesync.audit.events import Event, Name
 from phasesync.audit.facts import Facts, group_of
@@ -7,6 +9,9 @@ from phasesync.audit.rules.seen import Seen
 from phasesync.audit.waits import STEPS, Meet, Waits
 
 __all__ = ("plans", "sameplan")
+
+# Where a rank that took another branch can be found waiting.
+_ASIDE: Final = STEPS | {"drain", "wait"}
 
 
 def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
@@ -25,12 +30,12 @@ def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
         if meet.action in STEPS and not any(wait.event.at in explained for wait in meet.waits)
     ]
     fences = [meet for meet in live if meet.action == "fence"] or live
-    for meet in fences:
+    for meet in sorted(fences, key=lambda meet: -len(meet.ranks)):
         elsewhere: dict[Name, Event] = {}
         for rank, state in meet.absent.items():
             known = facts.rank(rank)
             if state == "waiting":
-                opened = [each.event for each in known.open if each.event.action in STEPS]
+                opened = [each.event for each in known.open if each.event.action in _ASIDE]
                 if opened and all(_other_step(each, meet) for each in opened):
                     elsewhere[rank] = opened[-1]
             elif state in ("working", "idle"):
@@ -44,7 +49,9 @@ def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             continue
         explained.update(wait.event.at for wait in meet.waits)
         explained.update(event.at for event in elsewhere.values())
-        minority = len(elsewhere) < len(meet.ranks)
+        # Who waits where nobody meets has left the course of those who do.
+        aside = all(event.action not in STEPS for event in elsewhere.values())
+        minority = aside or len(elsewhere) < len(meet.ranks)
         skipped = sorted(elsewhere.values(), key=lambda event: event.at)
         found.append(
             Finding.on(

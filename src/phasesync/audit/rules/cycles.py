@@ -6,7 +6,7 @@ from typing import Final
 from phasesync.audit.answer import MISSING, Finding
 from phasesync.audit.events import Event, Name
 from phasesync.audit.facts import group_of, ranks_in
-from phasesync.audit.rules.seen import Seen
+from phasesync.audit.rules.seen import Seen, lock_of
 from phasesync.audit.waits import STEPS, Meet, Waits, strongly_connected
 
 __all__ = ("ctrlplane", "nocycle")
@@ -22,6 +22,7 @@ def nocycle(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
     Sources: TRL issue 6797, slime PR 2331, verl PR 7846.
     """
     found = _queued(waits, explained) + _named_ring(waits, seen, explained)
+    found += _locks(waits, seen, explained)
     if found:
         return found
     live = [meet for meet in waits.meets if meet.action in STEPS | {"init_group", "lock"}]
@@ -137,6 +138,37 @@ def _named_ring(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
                 f"a cycle of waits: {steps}",
                 *events[:-1],
                 strength=MISSING,
+                waiting=waits.facts.waiting(),
+            )
+        )
+    return found
+
+
+def _locks(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
+    """A ring of ranks of which each waits for a lock that the next one holds."""
+    wanted = {wait.rank: wait.event for wait in waits.waits if wait.event.action == "lock"}
+    edges: dict[Name, set[Name]] = {
+        rank: {
+            holder
+            for holder, lock in seen.held
+            if lock == lock_of(event) and holder != rank and holder in wanted
+        }
+        for rank, event in wanted.items()
+    }
+    found = []
+    for ring in strongly_connected(edges):
+        events = sorted((wanted[rank] for rank in ring), key=lambda event: event.at)
+        explained.update(event.at for event in events)
+        steps = ", ".join(f"rank {each.rank} waits for {lock_of(each)}" for each in events)
+        found.append(
+            Finding.on(
+                "R-NOCYCLE",
+                events[-1],
+                f"a cycle of locks: {steps}, and each is held by the next",
+                *events[:-1],
+                *(taken for (rank, _), taken in seen.held.items() if rank in ring),
+                strength=MISSING,
+                guilty=tuple(sorted(ring, key=str)),
                 waiting=waits.facts.waiting(),
             )
         )

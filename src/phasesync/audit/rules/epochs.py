@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from phasesync.audit.answer import Finding
-from phasesync.audit.events import Event, Name, number
+from phasesync.audit.events import Event, Name, number, version_number
 from phasesync.audit.facts import Facts, Open, group_of, instance_of, ranks_in
 
 __all__ = ("FenceEpoch",)
 
 _KEPT: Final = 512
+# What asks for a version and may end on that one or a later one, never on an earlier one.
+_ONE_VERSION: Final = frozenset({"wait", "receive", "poll"})
 _IDENTITY: Final = ("epoch", "call", "key", "ticket", "generation", "slot_epoch")
 _SOURCE: Final = (
     "arrival_epoch",
@@ -79,10 +81,11 @@ class FenceEpoch:
                     event, f"began for {name} {start.attrs[name]}, ended on {event.attrs[name]}"
                 )
                 return
-        if event.action == "wait" and "version" in event.attrs and "version" in start.attrs:
-            want, got = number(start.attrs["version"]), number(event.attrs["version"])
+        if event.action in _ONE_VERSION and "version" in event.attrs and "version" in start.attrs:
+            want = version_number(start.attrs["version"])
+            got = version_number(event.attrs["version"])
             if want is not None and got is not None and got < want:
-                self._report(event, f"waited for version {want:g}, ended on {got:g}")
+                self._report(event, f"began for version {want:g}, ended on {got:g}")
                 return
         here = start.attrs.get("epoch", event.epoch)
         for name in _SOURCE:

@@ -13,6 +13,7 @@ from phasesync.audit.facts import Facts, Open, group_of, ranks_in
 __all__ = ("Covers", "FencePost")
 
 _KEPT: Final = 512
+_MOVES: Final = ("send", "receive", "collective", "write", "release")
 
 
 class Covers:
@@ -20,8 +21,9 @@ class Covers:
 
     Sees: a phase that says `device_complete: false`, followed by a fence or by somebody who takes
     the memory, with no synchronisation between; a rank that passes a fence with its own transfer
-    still under way, after which that transfer never ends and everybody waits; a dispatch that
-    ended while its target still runs. Cannot see: asynchronous work that no line tells. Sources:
+    still under way, after which that transfer never ends and everybody waits; a release of an
+    engine's memory over its own transfer, which then dies; a dispatch that ended while its target
+    still runs. Cannot see: asynchronous work that no line tells. Sources:
     RLinf PR 1540, OpenRLHF `offload_deepspeed_states`, verl PR 7347, ROLL `add_lora`.
     """
 
@@ -32,6 +34,7 @@ class Covers:
         self._pending: dict[Name, Event] = {}
         self._over: list[tuple[Event, Event]] = []
         self._took: list[tuple[Event, Event, str]] = []
+        self._under: list[tuple[Event, Event]] = []
         self._found: list[Finding] = []
 
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
@@ -48,6 +51,10 @@ class Covers:
             return
         if event.kind != "end":
             return
+        if event.action == "release" and start is not None and facts.tags.concerns(start.event):
+            for each in facts.ranks[event.rank].opened(*_MOVES):
+                if each.event.at < start.event.at and len(self._under) < _KEPT:
+                    self._under.append((event, each.event))
         if complete is True or event.action == "synchronize":
             self._pending.pop(event.rank, None)
             return
@@ -98,6 +105,11 @@ class Covers:
         for pending, taker, why in self._took[:_KEPT]:
             if facts.failures_after(taker.at):
                 self._add(pending, taker, why)
+        for release, work in self._under:
+            if facts.outcome(work) == "bad":
+                why = f"{release.phase} ended while {work.phase} of that rank was still under way"
+                lost = facts.failures_after(release.at, [work.rank])
+                self._found.append(Finding.on("R-COVERS", release, why, work, *lost[:1]))
         found = list(self._found)
         if facts.failures or not facts.waiting():
             return found

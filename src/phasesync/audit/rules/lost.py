@@ -34,8 +34,8 @@ def gone(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
         roots = [event for rank in ranks if (event := _end_of(rank, waits.facts)) is not None]
         if not roots:
             continue
-        root = min(roots, key=lambda event: event.at)
-        guilty = [event.rank for event in roots if _independent(event, root)]
+        root = min([*roots, *_earlier(roots, meet, waits.facts)], key=lambda event: event.at)
+        guilty = [root.rank, *(each.rank for each in roots if _independent(each, root))]
         rule = "R-MEMBERS" if not failed else _allok(root, meet)
         names = ", ".join(map(str, meet.ranks))
         what = "exited" if root.kind == "exit" else "left" if root.kind == "end" else "failed"
@@ -57,6 +57,27 @@ def gone(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             )
         )
     return found
+
+
+def _earlier(roots: list[Event], meet: Meet, facts: Facts) -> list[Event]:
+    """Failures of this epoch that came first, of ranks who belong with those who wait.
+
+    Where no line says who belongs to a meet, a rank that died on its way there is known only by
+    its kind; what then befell the others is an echo.
+    """
+    if any("members" in wait.event.attrs for wait in meet.waits) or meet.group in facts.members:
+        return []
+    kinds = {facts.header.kind(rank) for rank in meet.ranks}
+    first = min(root.at for root in roots)
+    return [
+        event
+        for event in facts.failures
+        if event.at < first
+        and event.epoch == meet.epoch
+        and event.rank not in meet.ranks
+        and facts.header.kind(event.rank) in kinds
+        and unrecovered(event, facts) is not None
+    ]
 
 
 def _allok(root: Event, meet: Meet) -> str:

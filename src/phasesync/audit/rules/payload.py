@@ -64,6 +64,7 @@ class Exclusive:
                     and other.epoch != event.epoch
                     and other.action != "fence"
                     and len(self._apart) < _KEPT
+                    and _overtook(event, other, facts)
                 ):
                     self._apart.append((event, other))
 
@@ -85,6 +86,19 @@ class Exclusive:
                     )
                 )
         return found
+
+
+def _overtook(event: Event, other: Event, facts: Facts) -> bool:
+    """Whether `event` is of the same course as `other`, only further on: its rank has done what
+    the other rank still does. Two ranks that went different ways overtake nobody.
+    """
+    pair = {"write", "send", "receive"}
+    return (
+        event.phase == other.phase
+        or {event.action, other.action} <= pair
+        or other.phase in facts.ranks[event.rank].finished(other.epoch)
+        or event.phase in facts.ranks[other.rank].finished(event.epoch)
+    )
 
 
 def _one_payload(one: Event, other: Event) -> bool:

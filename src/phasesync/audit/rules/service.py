@@ -22,7 +22,8 @@ class Quiet:
 
     Sees: an admission after a pause, a closed gate or a finished drain on that rank; requests that
     a pause put back into the queue; serving that goes on; each followed by a drain, flush or
-    release there that fails, times out or never ends. Admissions that are parked or rejected, or
+    release there that fails, times out or never ends; serving that a release of its memory
+    overtook, and that then died. Admissions that are parked or rejected, or
     that nothing needs idle for, are legal. Cannot see: a gate that no line tells. Sources: verl PR
     7511, SGLang PR 32153, vLLM RFC 51476.
     """
@@ -88,6 +89,11 @@ class Quiet:
         found = []
         for step, cause, how in self._blocked:
             outcome = facts.outcome(step)
+            if how == "running" and _died_under(cause, step, facts):
+                why = f"{step.phase} took the memory of {cause.phase}, which was still running"
+                lost = facts.failures_after(step.at, [step.rank])
+                found.append(Finding.on("R-QUIET", step, why, cause, *lost[:1]))
+                continue
             if outcome == "good" or (outcome == "open" and step.action != "drain"):
                 continue
             failures = facts.failures_after(step.at, [step.rank])
@@ -112,6 +118,17 @@ class Quiet:
                 )
             )
         return found
+
+
+def _died_under(serving: Event, release: Event, facts: Facts) -> bool:
+    """Whether a release of the engine's memory went well, and what was running there died of it."""
+    if release.action != "release" or not facts.tags.concerns(release):
+        return False
+    released = facts.ranks[release.rank].finished(release.epoch).get(release.phase)
+    if released is None or released.at < release.at:
+        return False
+    lost = facts.failures_after(released.at, [serving.rank])
+    return bool(lost) and lost[0].phase == serving.phase
 
 
 def _turned_away(event: Event) -> bool:

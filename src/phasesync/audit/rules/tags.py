@@ -5,6 +5,7 @@ leader may have mapped memory for its peers; whoever could have been served that
 accused.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 from phasesync.audit.answer import NOTE, Finding
@@ -97,7 +98,8 @@ class Contents:
     """R-CONTENT and R-PREREQ: a tag is mapped, but what was in it was discarded, or never came.
 
     Sees: a release that discards (`content_lost`, or level 2), then serving without a full write,
-    a reload or a resume that names what it loaded; an adapter is no full write. Weights that
+    a reload or a resume that names what it loaded; an adapter is no full write, and a write of one
+    part fills no other that serving says it `uses`. Weights that
     started as dummies and were never written are R-PREREQ. Cannot see: levels that no line names.
     Sources: verl PR 3461, PR 3541; SkyRL PR 326.
     """
@@ -130,7 +132,10 @@ class Contents:
                     )
                 )
             return
-        if event.action != "serve" or content.lost is None:
+        if event.action != "serve":
+            return
+        self._also(event, content.also)
+        if content.lost is None:
             return
         known = state.of(WEIGHTS)
         if known is not None and known[0] == "released":
@@ -146,6 +151,22 @@ class Contents:
                 content.lost,
             )
         )
+
+    def _also(self, event: Event, lost: Mapping[str, Event]) -> None:
+        """What serving says it uses besides the weights."""
+        uses = event.attrs.get("uses")
+        for tag in uses[:64] if isinstance(uses, list | tuple) else ():
+            if str(tag) in lost:
+                why = f"with {tag} that {lost[str(tag)].phase} discarded and nothing wrote since"
+                self._found.append(
+                    Finding.on(
+                        "R-CONTENT",
+                        event,
+                        f"rank {event.rank} entered {event.phase} {why}",
+                        lost[str(tag)],
+                    )
+                )
+                return
 
     def finish(self, facts: Facts) -> list[Finding]:
         return self._found

@@ -10,7 +10,7 @@ from typing import Any, Final
 from phasesync.audit.answer import SUSPECTED, Finding
 from phasesync.audit.events import Event, Name, number, version_number
 from phasesync.audit.facts import Facts, Open
-from phasesync.audit.vocabulary import is_bad_output
+from phasesync.audit.vocabulary import is_bad_output, is_unprepared_error
 
 __all__ = ("Evidenced", "Monotone", "Prerequisites", "Scope", "Versions")
 
@@ -178,8 +178,9 @@ class Prerequisites:
 
     Sees: payload on a group that is named as none, that was destroyed, or whose creation on this
     rank has not ended; a delta whose `base_version` is not the version that the rank holds; an
-    update outside a session where the log shows sessions, and which then fails. Cannot see: what
-    was supplied before the log. Sources: vime PR 87, vime issue 22, verl delta_sharded, NeMo-RL
+    update outside a session where the log shows sessions, and which then fails; payload that fails
+    and whose error says what should have come first. Cannot see: what was supplied before the log,
+    where nobody complains. Sources: vime PR 87, vime issue 22, verl delta_sharded, NeMo-RL
     issue 3274.
     """
 
@@ -230,16 +231,26 @@ class Prerequisites:
                     self._session[event.rank] = False
             case _:
                 if event.kind == "start":
-                    self._payload(event, group)
+                    self._payload(event, group, facts)
                 elif event.kind == "end" and event.action in ("write", "receive"):
                     version = version_number(event.attrs.get("version"))
                     version = version if version is not None else _version(start)
                     if version is not None:
                         self._version[event.rank] = version
-                elif event.kind == "fail" and event.action == "write":
-                    self._session[event.rank] = False
+                elif event.kind == "fail":
+                    if event.action == "write":
+                        self._session[event.rank] = False
+                    self._complained(event, start)
 
-    def _payload(self, event: Event, group: str | None) -> None:
+    def _complained(self, event: Event, start: Open | None) -> None:
+        """The callee says itself what was not done before."""
+        error = event.attrs.get("error")
+        began = event if start is None else start.event
+        if is_unprepared_error(error) and not any(each.at == began.at for each in self._sure):
+            why = f"rank {event.rank} entered {event.phase} without what comes first: {error}"
+            self._sure.append(Finding.on("R-PREREQ", began, why, event))
+
+    def _payload(self, event: Event, group: str | None, facts: Facts) -> None:
         if len(self._sure) >= _KEPT or event.action == "serve":
             version = version_number(event.attrs.get("version"))
             if version is not None:
@@ -271,7 +282,9 @@ class Prerequisites:
             )
             return
         base = version_number(event.attrs.get("base_version"))
-        held = self._version.get(event.rank)
+        state = facts.tags.of.get(event.rank)
+        held = state.content.version if state is not None else None
+        held = self._version.get(event.rank) if held is None else held
         if base is not None and held is not None and base != held and event.action != "send":
             why = f"its base is version {base:g}, and the rank holds {held:g}"
             self._sure.append(
