@@ -9,13 +9,14 @@ structlog runs with processors of its own; `structlog.configure` belongs to the 
 import errno
 import os
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import structlog
 
@@ -29,6 +30,7 @@ __all__ = (
     "FSYNC",
     "Journal",
     "JournalWarning",
+    "Stands",
     "check_run",
     "line_cut",
 )
@@ -40,6 +42,27 @@ ERROR_BYTES_MAX = 2048
 
 class JournalWarning(UserWarning):
     """Lines of the journal are lost; the sync goes on."""
+
+
+class Stands(NamedTuple):
+    """Where a rank stands, by the last line of its journal that says so; `marked_ns` is its last
+    mark of progress there."""
+
+    event: str
+    name: str
+    since_ns: int
+    marked_ns: int | None = None
+
+
+# The lines that say where a rank stands, and what each names.
+_STANDS: Mapping[str, str] = {
+    "phase.start": "phase",
+    "phase.end": "phase",
+    "phase.fail": "phase",
+    "fence.arrive": "fence",
+    "fence.pass": "fence",
+    "fence.break": "fence",
+}
 
 
 class _File:
@@ -112,6 +135,7 @@ class Journal:
     """What one rank did, as lines in `<runs>/<run>/<role>-<rank>.<incarnation>.jsonl`.
 
     `wall` gives UTC seconds and `mono_ns` nanoseconds; simulated ranks bring clocks of their own.
+    Any thread may write; `stands` may be read by any.
 
     Raises:
         PlanError: `fsync` is not one of FSYNC, or `run` cannot be a folder's name.
@@ -140,6 +164,8 @@ class Journal:
         self._wall = wall
         self._mono_ns = mono_ns
         self._seq = 0
+        self._writing = threading.Lock()
+        self.stands: Stands | None = None
         self._common: dict[str, Any] = {
             "run": run,
             "role": rank.role,
@@ -154,7 +180,7 @@ class Journal:
             self._file,
             processors=[self._stamp, _render],
             wrapper_class=structlog.BoundLogger,
-        )
+        ).bind()  # Once: left to itself, the proxy makes a new logger for every line.
 
     @property
     def path(self) -> Path:
@@ -183,8 +209,13 @@ class Journal:
 
     def write(self, event: str, *, level: str = "info", **fields: Any) -> int:
         """Write one fact; None fields are left out. The line's `seq`."""
-        seq = self._seq
-        self._log.msg(event, level=level, **fields)
+        with self._writing:
+            seq = self._seq
+            self._log.msg(event, level=level, **fields)
+        if (named := _STANDS.get(event)) is not None:
+            self.stands = Stands(event, str(fields.get(named)), self._mono_ns())
+        elif event == "phase.progress" and self.stands is not None:
+            self.stands = self.stands._replace(marked_ns=self._mono_ns())
         if self._epochs and event in ("epoch.end", "rank.exit"):
             self._file.flush()
         return seq
@@ -210,9 +241,7 @@ class Journal:
             "event": entry.pop("event"),
             "level": entry.pop("level"),
             "journal": FORMAT,
-            "timestamp": datetime.fromtimestamp(self._wall(), UTC).strftime(
-                "%Y-%m-%dT%H:%M:%S.%fZ"
-            ),
+            "timestamp": _utc(self._wall()),
             "mono_ns": self._mono_ns(),
             "seq": self._seq,
             **self._common,
@@ -232,6 +261,10 @@ def check_run(run: str) -> None:
     """
     if not run or "/" in run or run in (".", "..") or "\0" in run:
         raise PlanError(f"run {run!r} cannot name a folder; use letters, digits, '-' and '.'")
+
+
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds")[:-6] + "Z"
 
 
 def _render(_logger: object, _name: str, entry: Mapping[str, Any]) -> bytes:

@@ -4,10 +4,11 @@ The kernel decides, the machine never does: each row comes from `kernel.rows`. I
 by model, because unqueued a second event silently cancels a weight load that is under way, and
 without auto-transitions, because `to_X()` would be a way around a fence. A queued trigger returns
 True whether it was refused or not, so the state is read, never the return value.
+
+No trigger ever waits, so none can be cancelled in its middle, which would leave the machine and the
+kernel's state apart.
 """
 
-import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 from transitions.extensions.asyncio import AsyncMachine
@@ -22,6 +23,29 @@ __all__ = ("RankMachine",)
 
 _EVENTS = {Kind.FAIL: "stop", Kind.REFUSE: "stop", Kind.ABORT: "abort"}
 _ENDS = ("stopped", "aborted")
+
+
+class _Machine(AsyncMachine):
+    """What `transitions` keeps for triggers that wait is most of what a trigger costs: gatherings
+    of no callbacks, and a book of running triggers for a later one to cancel. None is needed."""
+
+    async def callbacks(self, funcs: Any, event_data: Any) -> None:  # type: ignore[override]
+        if funcs:
+            await super().callbacks(funcs, event_data)
+
+    @staticmethod
+    async def await_all(callables: Any) -> list[Any]:
+        return [await each() for each in callables]
+
+    async def process_context(self, func: Any, model: Any) -> Any:
+        return await self._process_async(func, model)
+
+    async def cancel_running_transitions(self, model: Any, msg: Any = None) -> None:
+        """There is none that runs."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Nothing is asked for by name here; `transitions` looks for a drawing at each trigger."""
+        raise AttributeError(name)
 
 
 class _Model:
@@ -54,7 +78,7 @@ class RankMachine:
             transitions += [_plain("stop", states, "stopped"), _plain("abort", states, "aborted")]
         transitions.append(_plain("recover", list(_ENDS), _in(Stage.RECOVER, "ready")))
         transitions.append(_plain("begin", list(set(self._last.values())), "ready"))
-        self._machine = AsyncMachine(
+        self._machine = _Machine(
             model=self._model,
             states=sorted({state for stage in Stage for state in _states(stage, tables[stage])})
             + list(_ENDS),
@@ -81,17 +105,11 @@ class RankMachine:
             event = _in(self.state.stage, event)
         before = self._model.state
         self._ticket = ticket
-        cancelled = False
-        if kind is Kind.PASS:
-            cancelled = await _whole(self._model.trigger(event))
-        else:
-            await self._model.trigger(event)  # It has no condition to wait for: done at once.
+        await self._model.trigger(event)
         if self._model.state == before:
             who = self.plan.members[self.rank]
             raise Refused(f"{who} cannot {kind} {name!r} without a ticket of that fence")
         self.state = after
-        if cancelled:
-            raise asyncio.CancelledError
 
     def _row(self, stage: Stage, row: Row) -> dict[str, Any]:
         entry = _plain(_in(stage, row.event), [_in(stage, row.source)], _in(stage, row.target))
@@ -106,23 +124,6 @@ class RankMachine:
     @property
     def done(self) -> bool:
         return self.state.status is Status.FINISHED
-
-
-async def _whole(trigger: Coroutine[Any, Any, bool]) -> bool:
-    """Let a transition finish; whether the waiting task was cancelled meanwhile.
-
-    A cancellation that struck in mid-transition would leave the machine and the kernel's state
-    apart.
-    """
-    task = asyncio.ensure_future(trigger)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            cancelled = True
-    task.result()
-    return cancelled
 
 
 def _in(stage: Stage, name: str) -> str:
