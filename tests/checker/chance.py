@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from phasesync.core.model import FenceName, GroupName, OptionName, Phase, ResourceName, RoleName
 from phasesync.core.protocol import (
+    ELSEWHERE,
     Effect,
     FenceDecl,
     GroupDecl,
@@ -74,6 +75,8 @@ def _fresh(chance: random.Random) -> Protocol:
         )
         for _ in range(chance.randint(0, 2))
     ]
+    if chance.random() < 0.2:
+        never = [replace(each, on=ELSEWHERE) for each in never]
     return Protocol(
         name="chance",
         options=(OptionDecl(name=OptionName("replica_size"), type="int", default=2, least=1),),

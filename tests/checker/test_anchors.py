@@ -2,19 +2,18 @@
 
 from dataclasses import replace
 from math import comb
-from pathlib import Path
 
 import pytest
 
+from phasesync.bench.check import MODELS
 from phasesync.checker.search import search
 from phasesync.checker.space import Space
 from phasesync.core.kernel import Faults
 from phasesync.core.plan import Defect, Plan, resolve
 from phasesync.spec import load
 
-DATA = Path(__file__).parents[1] / "data/protocols"
-FENCE = load(DATA / "fence_pml.yaml")
-ABORT = load(DATA / "fence_pml_abort.yaml")
+FENCE = load(MODELS / "fence_pml.yaml")
+ABORT = load(MODELS / "fence_pml_abort.yaml")
 CRASH = Faults(most=1, crash=True)
 
 

@@ -40,13 +40,15 @@ class Settings:
     """How to check. `now` is a clock in seconds; without it no time is measured or limited.
 
     `atomic` takes each phase as one step of explicit searches, as models of other checkers do:
-    what two phases do to each other while both are in progress is not looked at then.
+    what two phases do to each other while both are in progress is not looked at then. `apart`
+    gives each rank a device of its own, also where two roles would share one.
     """
 
     any_n: bool = True
     symmetry: bool = True
     reduction: bool = True
     atomic: bool = False
+    apart: bool = False
     time_limit_s: float | None = None
     states_max: int = 3_000_000
     now: Callable[[], float] | None = None
@@ -213,7 +215,7 @@ class _Run:
 
     def all(self) -> None:
         """Any N under the defaults, then ranks counted out, then any N under all else."""
-        if not self.settings.any_n:
+        if not self.settings.any_n or self.settings.apart:
             for plain in self.plain:
                 self._explicit(plain)
             return
@@ -251,7 +253,9 @@ class _Run:
             grown = self._fit(broken.options, size)
             for name, value in sized(self.protocol, grown, size).items():
                 grown = grown if name in self.pinned else {**grown, name: value}
-            return self.mutate(resolve(self.protocol, counts(self.protocol, size), grown))
+            members = counts(self.protocol, size)
+            devices = self._devices(members)
+            return self.mutate(resolve(self.protocol, members, grown, devices=devices))
 
         budget = self.budget()
         few = replace(budget, states_max=min(budget.states_max, 20_000))
@@ -333,7 +337,8 @@ class _Run:
         before = self.elapsed()
         try:
             members = counts(self.protocol, plain.ranks)
-            plan = self.mutate(resolve(self.protocol, members, plain.options))
+            devices = self._devices(members)
+            plan = self.mutate(resolve(self.protocol, members, plain.options, devices=devices))
         except PlanError:
             if plain.ranks == 3:
                 return None  # Three ranks make no whole groups here; two and four do.
@@ -364,6 +369,11 @@ class _Run:
             product=found.product,
             plan=plan,
         )
+
+    def _devices(self, members: Mapping[str, int]) -> list[str] | None:
+        """One a rank, if that is how ranks are to be placed."""
+        many = sum(members.values())
+        return [f"device/{number}" for number in range(many)] if self.settings.apart else None
 
     @staticmethod
     def pinned_defects(plan: Plan) -> bool:

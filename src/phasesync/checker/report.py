@@ -57,7 +57,7 @@ class Case:
         match self.verdict:
             case Holds(states=states, transitions=transitions, depth=depth):
                 body |= {"states": states, "transitions": transitions, "depth": depth}
-                body["product"] = self.product or states
+                body["product"] = _number(self.product or states)
             case Undecided(bound=bound, states=states, depth=depth):
                 body |= {"bound": bound, "states": states, "depth": depth}
             case Violated() as broken:
@@ -81,6 +81,14 @@ class Case:
             ],
             "violations": [_violation(each) for each in broken.violations],
         }
+
+
+def _number(count: int) -> int | float | None:
+    """A number as JSON has them: exact while it can be, else near, else none."""
+    try:
+        return count if count < 2**53 else float(count)
+    except OverflowError:
+        return None
 
 
 def _violation(each: Violation) -> dict[str, object]:

@@ -80,6 +80,40 @@ def fence(
         click.echo(f"{png}: written", err=True)
 
 
+@bench.command()
+@click.argument("questions", nargs=-1)
+@click.option("--only", metavar="A,B", help="Which tools; left out, all that are installed.")
+@click.option("--ranks", type=click.IntRange(2), help="Ranks of `product`, asked of all tools.")
+@click.option("--limit", default=120.0, show_default=True, help="Seconds an answer may take.")
+@as_json_option
+def check(
+    *, questions: tuple[str, ...], only: str | None, ranks: int | None, limit: float, as_json: bool
+) -> None:
+    """The checker beside Spin, TLC and minicheck. QUESTIONS: product crash uniform groups any."""
+    from phasesync.bench.check import ALL_TOOLS, bench_check, ratios, table
+
+    rows = bench_check(
+        questions or None,
+        tools=only.split(",") if only else ALL_TOOLS,
+        ranks=ranks,
+        limit_s=limit,
+        say=lambda line: click.echo(line, err=True),
+    )
+    if as_json:
+        times = ratios(rows)
+        print_json(
+            {
+                "bench": "check",
+                "rows": [
+                    asdict(row) | {"times_ours": times.get((row.question, row.tool))}
+                    for row in rows
+                ],
+            }
+        )
+    else:
+        click.echo(table(rows))
+
+
 def _counts(sizes: str | None, *, gpus: bool) -> list[int]:
     """The numbers of processes that were asked for."""
     try:

@@ -32,7 +32,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 @click.command()
 @protocol_argument
-@click.option("--ranks", type=click.IntRange(1), help="Count ranks out, this many, explicitly.")
+@click.option("--ranks", type=click.IntRange(1), help="Count ranks out, this many a role.")
 @click.option("--any-n/--no-any-n", default=True, help="Prove safety for any number of ranks.")
 @click.option("--epochs", type=click.IntRange(1), help="Epochs of an explicit search.")
 @click.option("--faults", help="none, crash, fail, hang, or several with commas.")
@@ -45,6 +45,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--no-symmetry", is_flag=True, help="Tell interchangeable ranks apart.")
 @click.option("--no-por", is_flag=True, help="Take every order of independent steps.")
 @click.option("--atomic", is_flag=True, help="Take a phase as one step; races are not seen then.")
+@click.option("--apart", is_flag=True, help="A device for each rank, also of different roles.")
 @click.option(
     "--time-limit",
     default=10.0,
@@ -101,6 +102,7 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
             symmetry=not given["no_symmetry"],
             reduction=not given["no_por"],
             atomic=given["atomic"],
+            apart=given["apart"],
             time_limit_s=time_limit,
             now=time.monotonic,
         ),

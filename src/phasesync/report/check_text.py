@@ -90,7 +90,9 @@ def _many(count: int, word: str, plural: str) -> str:
 
 
 def _large(count: int) -> str:
-    return f"{count:,}" if count < 10**9 else f"{count:.1e}"
+    return (
+        f"{count:,}" if count < 10**9 else f"{str(count)[0]}.{str(count)[1]}e{len(str(count)) - 1}"
+    )
 
 
 def _within(case: Case) -> str:
