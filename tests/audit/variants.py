@@ -214,9 +214,13 @@ def reordered(trace: Trace, seed: int, *, apart: bool = True) -> Trace:
     local = _LOCAL if apart else _LOCAL - {"train", "window"}
     chance = random.Random(seed)
     fresh = copy.deepcopy(trace)
+    # A command and what it starts elsewhere have one name, and an order.
+    sent = {event["phase"] for event in fresh[1:] if "target" in event.get("attrs", {})}
     for _ in range(4 * len(fresh)):
         at = chance.randrange(1, max(2, len(fresh) - 1))
-        if at + 1 < len(fresh) and _independent(fresh[at], fresh[at + 1], local):
+        if at + 1 >= len(fresh) or {fresh[at]["phase"], fresh[at + 1]["phase"]} & sent:
+            continue
+        if _independent(fresh[at], fresh[at + 1], local):
             fresh[at], fresh[at + 1] = fresh[at + 1], fresh[at]
     return fresh
 

@@ -16,6 +16,7 @@ __all__ = ("RawLine", "Trace", "header_of")
 _VERSION: Final = 1
 _FAR: Final = 1 << 53
 _JOINT_MAX: Final = 4096
+_SUCCESS: Final = ("success", "returned", "ok")
 _SYNONYMS: Final = {
     "begin": "start",
     "started": "start",
@@ -182,6 +183,8 @@ class Trace:
         if isinstance(epoch, bool) or not isinstance(epoch, int) or abs(epoch) > _FAR:
             epoch = int(epoch) if isinstance(epoch, float) and epoch.is_integer() else None
         attrs = attrs if isinstance(attrs, dict) else EMPTY
+        if kind == "end" and any(attrs.get(name) is False for name in _SUCCESS):
+            kind = "fail"  # It came to an end, and says that it did not do its work.
         meant = means(phase)
         if meant.action == "other":
             # A phase that nobody knows, on a communicator: whatever it is, ranks meet in it.

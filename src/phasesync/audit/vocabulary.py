@@ -105,6 +105,7 @@ _ROWS: Final[tuple[tuple[str, str], ...]] = (
     # An engine's memory as a whole.
     ("release", "release|suspend|free|offload|sleep|discard|pause memory|occupation"),
     ("acquire", "resume|restore|wake|onload|reload memory|occupation"),
+    ("acquire", "resume|wake|wakeup|onload kv|kvcache|weight|cuda_graph"),
     # Gates of the request path.
     ("close", "close|shut|block|stop|disable @admission | close|stop|disable router"),
     ("close", "stop|disable|reject accept|accepting|new"),
@@ -304,9 +305,10 @@ _TIMEOUT: Final = _matcher(r"time.?d?.?out|deadline|watchdog|expired")
 _GONE: Final = _matcher(r"lost|kill|died|dead|exit|reset.by.peer|segfault|sigkill|crash|preempt")
 _IDLE: Final = _matcher(r"idle|busy|in.?flight|running.?req|pending|not.?empty|assert.?flush|queue")
 _UNROUTABLE: Final = _matcher(
-    r"not.?implemented|unimplemented|none.?type.{0,40}attribute|no.?control|unsupported|not.?supported|no.?(route|path|handler|method|such"
+    r"not.?implemented|unimplemented|none.?type.{0,40}attribute|no.?control|unsupported"
+    r"|not.?supported|no.?(route|path|handler|method|such(?!.file)"
     r"|endpoint|server|listener|receiver)|unknown.?(command|method|rank|target|op)|unreachable"
-    r"|attribute.?error|no.?attribute|not.?found|\b404\b|\b405\b|\b501\b|not.?registered"
+    r"|attribute.?error|no.?attribute|(?<!file)not.?found|\b404\b|\b405\b|\b501\b|not.?registered"
 )
 _UNPREPARED: Final = _matcher(
     r"(not|never|isn.t|hasn.t)( been| yet)* "

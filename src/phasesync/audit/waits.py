@@ -59,6 +59,10 @@ class Meet:
     def first(self) -> Event:
         return min((wait.event for wait in self.waits), key=lambda event: event.at)
 
+    @property
+    def last(self) -> Event:
+        return max((wait.event for wait in self.waits), key=lambda event: event.at)
+
 
 class Waits:
     """All waits of a log, by the place where ranks meet. `cut` are the waits that a limit ended."""

@@ -28,6 +28,9 @@ def gone(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
         if meet.action not in STEPS | {"wait", "init_group", "publish", "teardown"}:
             continue
         if not before and not failed:
+            lost = _strangers(meet, waits.facts) if not meet.absent else []
+            failed = list(dict.fromkeys(event.rank for event in lost))
+        if not before and not failed:
             continue
         explained.update(wait.event.at for wait in meet.waits)
         ranks = failed or before
@@ -67,17 +70,32 @@ def _earlier(roots: list[Event], meet: Meet, facts: Facts) -> list[Event]:
     """
     if any("members" in wait.event.attrs for wait in meet.waits) or meet.group in facts.members:
         return []
-    kinds = {facts.header.kind(rank) for rank in meet.ranks}
     first = min(root.at for root in roots)
+    return [event for event in _kin(meet, facts) if event.at < first]
+
+
+def _kin(meet: Meet, facts: Facts) -> list[Event]:
+    """Failures of this epoch by ranks that do what those at the meet do, and are not there."""
+    kinds = {facts.header.kind(rank) for rank in meet.ranks}
     return [
         event
         for event in facts.failures
-        if event.at < first
-        and event.epoch == meet.epoch
+        if event.epoch == meet.epoch
         and event.rank not in meet.ranks
         and facts.header.kind(event.rank) in kinds
         and unrecovered(event, facts) is not None
     ]
+
+
+def _strangers(meet: Meet, facts: Facts) -> list[Event]:
+    """Who died before it ever named the group that its kin wait in, nobody else being awaited."""
+    if meet.action not in ("fence", "collective") or meet.group in facts.members:
+        return []
+    if any("members" in wait.event.attrs for wait in meet.waits):
+        return []
+    if any(meet.phase in done for rank in meet.ranks for done in facts.ranks[rank].done.values()):
+        return []  # The group has met without it before, so it is none of theirs.
+    return [event for event in _kin(meet, facts) if event.at < meet.last.at]
 
 
 def _allok(root: Event, meet: Meet) -> str:

@@ -62,6 +62,8 @@ class Fence:
         if event.action == "fence":
             self._note_fence(event, facts)
         elif event.kind == "start":
+            if event.action == "release" and self._open:
+                self._overtaken(event, facts)
             if event.action in TAKES and (
                 "need_gib" in event.attrs or "gpus" in event.attrs or event.action == "acquire"
             ):
@@ -81,6 +83,14 @@ class Fence:
             self._arrived.setdefault(key, {})[event.rank] = None
         elif event.kind == "end":
             self._fences[event.rank] = (event, tuple(self._arrived.get(key, ())))
+
+    def _overtaken(self, event: Event, facts: Facts) -> None:
+        """A holder begins to let go while somebody already takes what it has not given back."""
+        for grab in self._open.values():
+            if grab.event.rank == event.rank or grab.event.epoch != event.epoch:
+                continue
+            if any(event.rank in facts.devices.holders(device) for device in grab.short):
+                grab.late.setdefault(event.rank, (f"began {event.phase} only afterwards", event))
 
     def _start(self, event: Event, facts: Facts) -> None:
         if len(self._grabs) >= _KEPT:

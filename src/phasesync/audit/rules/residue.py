@@ -110,7 +110,7 @@ class Freed:
             if short or certain:
                 found.append(Finding.on("R-FREED", event, why, *short[:4]))
         for failure in facts.failures:
-            if not is_memory_error(failure.attrs.get("error")) or failure.action not in TAKES:
+            if not is_memory_error(failure.attrs.get("error")):
                 continue
             if unrecovered(failure, facts) is not None or failure.kind == "exit":
                 found.append(_suspect(failure))

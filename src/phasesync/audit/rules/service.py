@@ -320,7 +320,12 @@ class AllRanks:
         if first.action == "release" and not facts.tags.concerns(first):
             return None
         peers = facts.header.peers(first.rank, facts.ranks)
-        missing = [rank for rank in peers if rank not in ran and facts.ranks[rank].exit is None]
+        missing = [
+            rank
+            for rank in peers
+            if rank not in ran
+            and ((gone := facts.ranks[rank].exit) is None or gone.at > went_on.at)
+        ]
         if not missing:
             return None
         silent = [rank for rank in missing if facts.ranks[rank].first is None]

@@ -30,20 +30,25 @@ class Mapped:
     """R-MAPPED: something uses a tag that is released.
 
     Sees: serving needs weights and KV, a weight update needs weights; the ledger of that rank says
-    released. It accuses where the use then failed or never ended, or where the same rank resumed
-    other tags since, so that resumes are known to be logged. Flushing a cache whose memory is away
+    released. It accuses where the use then failed or never ended, where the same rank resumed
+    other tags since, so that resumes are known to be logged, or where it resumed that tag only
+    afterwards. Flushing a cache whose memory is away
     is legal on some engines and fatal on others: only a failure tells. Cannot see: a tag that a
     leader mapped for this rank without saying on which devices. Sources: vLLM issues 57853 and
     44395, SGLang issue 19029.
     """
 
     rule = "R-MAPPED"
-    wants = frozenset(_USES)
+    wants = frozenset({*_USES, "acquire"})
 
     def __init__(self) -> None:
         self._uses: list[tuple[Event, str, Event, bool]] = []
+        self._after: set[int] = set()
 
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
+        if event.action == "acquire":
+            self._resumed(event)
+            return
         if event.kind != "start" or event.attrs.get("dispatch") or event.attrs.get("target"):
             return
         state = facts.tags.of.get(event.rank)
@@ -58,11 +63,20 @@ class Mapped:
             self._uses.append((event, tag, known[1], state.acquired_at > known[1].at))
             return
 
+    def _resumed(self, event: Event) -> None:
+        """What was used in this epoch comes back only now."""
+        if event.kind != "start" or not ("tags" in event.attrs or event.means.tags):
+            return
+        for use, tag, _, _ in self._uses[-64:]:
+            if use.rank == event.rank and use.epoch == event.epoch and tag in tags_of(event):
+                self._after.add(use.at)
+
     def finish(self, facts: Facts) -> list[Finding]:
         found = []
         for event, tag, released, resumes_logged in self._uses:
             outcome = facts.outcome(event)
-            logged = resumes_logged and event.action in ("serve", "write", "receive")
+            logged = resumes_logged or event.at in self._after
+            logged = logged and event.action in ("serve", "write", "receive")
             if outcome == "good" and not logged:
                 continue
             if event.action in ("flush", "finish") and outcome != "bad":
