@@ -12,6 +12,9 @@ Keys of one attempt, below `ps/RUN/ATTEMPT`:
     lost                   ranks found gone         left, leavers  who has finished
     boot                   this start of the store  hosts          hosts that have ranks
     pids/HOST              processes of the ranks of a host, appended
+    beat/RANK              a rank's last sign of life
+    beating                there are such signs
+    asks                   who is asked to write down what it does, appended
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -164,6 +167,31 @@ class Space:
 
     def pids(self, host: str) -> str:
         return f"{self.root}/pids/{host}"
+
+    def beat(self, rank: Rank) -> str:
+        return f"{self.root}/beat/{rank}"
+
+    @property
+    def beating(self) -> str:
+        return f"{self.root}/beating"
+
+    @property
+    def asks(self) -> str:
+        return f"{self.root}/asks"
+
+    @property
+    def of_the_run(self) -> tuple[str, ...]:
+        """The keys of which there is one; `boot` goes last."""
+        return (
+            self.hosts,
+            self.scopes,
+            self.lost,
+            self.left,
+            self.leavers,
+            self.beating,
+            self.asks,
+            self.boot,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from phasesync.core.fence import (
     missing_of,
     ranks_from_json,
 )
+from phasesync.core.fence_beats import Ask, Beat
 from phasesync.core.fence_keys import (
     Add,
     Append,
@@ -48,7 +49,9 @@ from phasesync.core.model import (
 
 __all__ = (
     "announcing",
+    "asking",
     "leaving",
+    "looking",
     "neighbours",
     "reporting",
     "reporting_death",
@@ -203,6 +206,28 @@ def reporting_death(space: Space, lost: Lost) -> Steps:
     return (yield from reporting(space, lost))
 
 
+SIGNS_MAX = 64
+
+
+def asking(space: Space, call: FenceCall, why: str) -> Steps:
+    """Ask those who have not arrived to write down what they do; once for a reason."""
+    asked = Ask.lines((yield Read(space.asks)))
+    ask = Ask(call.key.scope, call.key.generation, call.fence, why)
+    if ask not in asked:
+        yield Append(space.asks, ask.line())
+        yield Read(space.boot)  # The reply proves that the line above has come.
+
+
+def looking(space: Space, call: FenceCall) -> Steps:
+    """Who is missing, and the last beats of the first of them."""
+    log = (yield Read(space.at(call.key.scope, call.key.generation).log)) or b""
+    missing = missing_of(call, (a.rank for a in decode_arrivals(log)))
+    beats: dict[Rank, Beat | None] = {}
+    for rank in missing[:SIGNS_MAX]:
+        beats[rank] = Beat.decode((yield Read(space.beat(rank))))
+    return missing, beats
+
+
 def leaving(space: Space, rank: Rank, used: Mapping[str, tuple[int, int]], *, peers: int) -> Steps:
     """Say that this rank has finished; the last of the run removes every key.
 
@@ -235,7 +260,10 @@ def sweeping(space: Space) -> Steps:
     hosts = ((yield Read(space.hosts)) or b"").decode().split()
     for host in sorted(set(hosts)):
         yield Delete(space.pids(host))
-    for key in (space.hosts, space.scopes, space.lost, space.left, space.leavers, space.boot):
+    if (yield Read(space.beating)) is not None:
+        for rank in sorted(ranks):
+            yield Delete(space.beat(rank))
+    for key in space.of_the_run:
         yield Delete(key)
 
 

@@ -7,9 +7,10 @@ the conformance suite know transports by this interface alone.
 
 import typing
 
+from phasesync.core.fence_beats import Ask, Beat
 from phasesync.core.model import Arrival, Broken, FenceCall, Opened, Rank, RootCause
 
-__all__ = ("FenceTransport",)
+__all__ = ("FenceTransport", "Heartbeats", "Probe")
 
 
 class FenceTransport(typing.Protocol):
@@ -55,3 +56,23 @@ class FenceTransport(typing.Protocol):
 
     async def close(self) -> None:
         """Leave no thread, socket, task or key behind; other ranks are not disturbed."""
+
+
+class Probe(typing.Protocol):
+    """What a transport asks of its rank. Called from a thread of the transport's own, whatever
+    the rank's event loop does; it returns at once."""
+
+    def beat(self) -> Beat:
+        """Where the rank stands."""
+
+    def asked(self, ask: Ask) -> bool:
+        """Somebody waits for this rank: write down what its threads do. Whether it had to."""
+
+
+@typing.runtime_checkable
+class Heartbeats(typing.Protocol):
+    """A transport that tells slow ranks from dead ones. It need not be one: where all ranks are in
+    one process there is nothing to tell."""
+
+    def heed(self, probe: Probe) -> None:
+        """Beat on behalf of `probe`'s rank, from the time of `connect` on."""

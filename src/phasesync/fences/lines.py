@@ -37,14 +37,14 @@ from phasesync.errors import StoreLost
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ("ANSWER_S", "GRACE_S", "Lines", "nothing", "settle")
+__all__ = ("ANSWER_S", "GRACE_S", "Client", "Lines", "has_sockets", "nothing", "settle")
 
 GRACE_S = 1.0  # After a deadline the store has so long to take the verdict; then it is lost.
 ANSWER_S = 5.0  # What is no wait is answered within this, or the store is lost.
 CONNECTING_S = 10.0  # So much more where no line is free: a name service may hold a new one up.
 SOCKET_WAIT_S = 3600.0  # One blocking wait on a socket, which `close` can end.
 POLLED_WAIT_S = 1.0  # One blocking wait on a store without a socket, which it cannot.
-READ_S = 1.0  # What is there is read within this.
+NOT_THERE = "(not there)"
 INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -52,7 +52,7 @@ class _Stopped(Exception):
     """The line was told to stop while it waited."""
 
 
-class _Client:
+class Client:
     """One connection to the store. Where the store has sockets, it knows its own, to cut it."""
 
     _opening = threading.Lock()
@@ -70,14 +70,9 @@ class _Client:
         self._sockets = [end for name, end in after.items() if name not in before]
         for end in (*before.values(), *(end for name, end in after.items() if name in before)):
             end.close()
-        self._is_ours = hasattr(store, "clone")
         self._wait_s = SOCKET_WAIT_S if self._sockets else POLLED_WAIT_S
-        self._limit(self._wait_s)
-
-    def _limit(self, within_s: float) -> None:
-        """Bound `get`, where the connection is ours alone."""
-        if self._is_ours:
-            self._store.set_timeout(timedelta(seconds=within_s))
+        if hasattr(store, "clone"):  # The connection is ours alone.
+            self._store.set_timeout(timedelta(seconds=self._wait_s))
 
     def perform(self, operation: Any) -> Any:
         return _PERFORM[type(operation)](self, operation)
@@ -102,18 +97,12 @@ class _Client:
         return value
 
     def read(self, operation: Read) -> bytes | None:
+        """Never wait: it may be removed between the two, and a missing key answers with what was
+        expected of it. Without the first, those who wait for the key would be woken for nothing."""
         if not self._store.check([operation.key]):
             return None
-        # It may be removed just now, and `get` would wait for it to come back.
-        self._limit(READ_S)
-        try:
-            return self._value(operation.key)
-        except RuntimeError:
-            if self._store.check([operation.key]):
-                raise
-            return None
-        finally:
-            self._limit(self._wait_s)
+        value: bytes = self._store.compare_set(operation.key, NOT_THERE, NOT_THERE)
+        return None if value == NOT_THERE.encode() else value
 
     def compare_set(self, operation: CompareSet) -> bytes:
         winner: bytes = self._store.compare_set(operation.key, "", operation.value)
@@ -152,16 +141,21 @@ class _Client:
         del self._store
 
 
-_PERFORM: Mapping[type, Callable[[_Client, Any], Any]] = {
-    Append: _Client.append,
-    Add: _Client.add,
-    Put: _Client.put,
-    Get: _Client.get,
-    Read: _Client.read,
-    Wait: _Client.wait,
-    CompareSet: _Client.compare_set,
-    Delete: _Client.delete,
+_PERFORM: Mapping[type, Callable[[Client, Any], Any]] = {
+    Append: Client.append,
+    Add: Client.add,
+    Put: Client.put,
+    Get: Client.get,
+    Read: Client.read,
+    Wait: Client.wait,
+    CompareSet: Client.compare_set,
+    Delete: Client.delete,
 }
+
+
+def has_sockets(store: Any) -> bool:
+    """Whether it is a TCPStore, at the bottom of its prefixes."""
+    return hasattr(_base_of(store), "port")
 
 
 def _base_of(store: Any) -> Any:
@@ -221,7 +215,7 @@ class _Line:
         self._lines = lines
         self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._client: _Client | None = None
+        self._client: Client | None = None
         self._stopping = False
         self.ended = asyncio.Event()
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -249,7 +243,7 @@ class _Line:
     def _perform(self, job: _Job) -> tuple[Any, StoreLost | None]:
         try:
             if self._client is None:
-                self._client = _Client(self._store)
+                self._client = Client(self._store)
                 self._client.stopping = self._stopping
             return self._walk(self._client, job), None
         except _Stopped:
@@ -260,7 +254,7 @@ class _Line:
             lost.__cause__ = error
             return None, lost
 
-    def _walk(self, client: _Client, job: _Job) -> Any:
+    def _walk(self, client: Client, job: _Job) -> Any:
         perform, steps = client.perform, job.steps
         try:
             operation = next(steps)

@@ -7,15 +7,19 @@ here: every wait has an outer guard on the event loop, because a frozen store ke
 import asyncio
 import os
 import secrets
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from phasesync.core.fence import Lost, cancelled
+from phasesync.core.fence_beats import HEARTBEAT_S, LATE_SHARE, Beat, Sign, patience, told
 from phasesync.core.fence_keys import Process, Space, Verdict, writer
 from phasesync.core.fence_loss import (
     announcing,
+    asking,
     leaving,
+    looking,
     neighbours,
     reporting,
     reporting_death,
@@ -46,15 +50,18 @@ from phasesync.core.model import (
     RootCause,
 )
 from phasesync.errors import FenceBroken, PlanError, StaleArrival, StoreLost
-from phasesync.fences.lines import GRACE_S, Lines, nothing, settle
+from phasesync.fences.base import Probe
+from phasesync.fences.lines import GRACE_S, Lines, has_sockets, nothing, settle
 from phasesync.fences.neighbours import Neighbours, host_id, started_at, state_of
+from phasesync.fences.pulse import Pulse
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 __all__ = ("GRACE_S", "StoreFences", "StoreObserver", "default_store")
 
-HEARTBEAT_S = 0.5  # How often to look for neighbours, until all have come.
+ASK_AGAIN_S = 1.0  # Breaks that come together ask once what the others do.
+LOOK_AHEAD_S = 2.5  # To tell silent from slow takes two looks, so far apart.
 CONNECT_S = 60.0  # A connection may hang in a name service for many seconds.
 LATE_S = 0.2  # A timer that fires so late tells of the event loop, not of the store.
 LINES_AT_START = 2  # One to wait, one to break what is waited for.
@@ -84,6 +91,7 @@ def default_store() -> "Store":
 class _Slot:
     """What this endpoint knows of one fence: whether a line waits, and who wants to hear."""
 
+    call: FenceCall
     watched: bool = False
     verdict: Verdict | None = None
     waiters: list["asyncio.Future[Verdict | None]"] = field(default_factory=list)
@@ -124,7 +132,8 @@ NOT_JUDGED = Passed(Verdict(by=""), None)
 
 
 class _Deadline:
-    """The timer of one arrival: first the fence's deadline, then the store's last chance."""
+    """The timers of one arrival: a look at who is missing, the fence's deadline, and the store's
+    last chance. None of them depends on the store's answer to another."""
 
     def __init__(
         self, fences: "StoreFences", call: FenceCall, slot: _Slot, job: "asyncio.Future[Any]"
@@ -134,23 +143,66 @@ class _Deadline:
         self._call = call
         self._slot = slot
         self._loop = asyncio.get_running_loop()
+        self._jobs: list[asyncio.Task[None]] = []
+        self._seen: dict[Rank, tuple[Beat | None, float]] = {}
+        self._look_timer: asyncio.TimerHandle | None = None
+        if fences.beats:
+            ahead = min(LATE_SHARE * call.deadline_s, call.deadline_s - LOOK_AHEAD_S)
+            look_s = max(ahead, (1 - LATE_SHARE) * call.deadline_s)
+            self._look_timer = self._loop.call_later(look_s, self._do, self._look)
         self._until = self._loop.time() + call.deadline_s
         self._timer = self._loop.call_at(self._until, self._expire)
 
     def end(self) -> None:
         self._timer.cancel()
+        if self._look_timer is not None:
+            self._look_timer.cancel()
+        for job in self._jobs:
+            job.cancel()
+
+    def _do(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._jobs.append(self._loop.create_task(work(), name=f"late at {self._call.fence}"))
+
+    async def _look(self) -> None:
+        """Ask the ranks that are missing what they do, and see who beats."""
+        with suppress(StoreLost):
+            await self._fences.ask(self._call, "deadline")
+            await self._signs()
+
+    async def _signs(self) -> tuple[tuple[Rank, ...], dict[Rank, Sign]]:
+        """Who is missing, and how long ago each was heard of, as far as one has watched."""
+        missing, beats = await self._fences.look(self._call)
+        now = self._loop.time()
+        signs: dict[Rank, Sign] = {}
+        for rank, beat in beats.items():
+            before, since = self._seen.setdefault(rank, (beat, now))
+            if beat != before:
+                self._seen[rank], since = (beat, now), now
+            is_known = beat is not None and since < now
+            signs[rank] = Sign(beat, now - since if is_known else None)
+        return missing, signs
 
     def _expire(self) -> None:
         self._last_chance()
-        self._fences.expire(self._call).add_done_callback(self._decided)
+        self._do(self._decide)
 
-    def _decided(self, expiry: "asyncio.Future[Any]") -> None:
-        """The line that waits hears the verdict itself, unless it was tidied up long ago."""
-        if expiry.cancelled() or expiry.exception() is not None:
-            return
-        self._slot.settle(expiry.result())
-        if expiry.result() is None:
-            settle(self.job, NOT_JUDGED, None)
+    async def _decide(self) -> None:
+        """Break the fence, unless all who are missing make progress."""
+        with suppress(StoreLost):
+            signs: dict[Rank, Sign] = {}
+            if self._fences.beats:
+                missing, signs = await self._signs()
+                left_s = patience(self._call.deadline_s, missing, signs)
+                if left_s > 0:
+                    self._timer.cancel()
+                    self._until = self._loop.time() + left_s
+                    self._timer = self._loop.call_at(self._until, self._expire)
+                    return
+            # The line that waits hears the verdict itself, unless it was tidied up long ago.
+            verdict = await self._fences.expire(self._call, signs)
+            self._slot.settle(verdict)
+            if verdict is None:
+                settle(self.job, NOT_JUDGED, None)
 
     def _last_chance(self) -> None:
         self._until = self._loop.time() + GRACE_S
@@ -172,6 +224,7 @@ class StoreFences:
     The store is cloned where it can be; it stays the caller's own. `token` keeps out ranks of
     another run that has the same name on the same store. With `watch_neighbours` the death of a
     rank on this host breaks its fences at once; on another host somebody there has to see it.
+    Where the runtime is at work each rank beats every `heartbeat_s`, over a TCPStore.
     """
 
     def __init__(
@@ -184,6 +237,7 @@ class StoreFences:
         attempt: int = 0,
         token: str = "",
         watch_neighbours: bool = True,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.rank = rank
         self.boot: str | None = None
@@ -192,6 +246,11 @@ class StoreFences:
         self._me = writer(rank, incarnation)
         self._run = (run, attempt)
         self._space = Space.of(run, attempt, token=token)
+        self._store = store
+        self._heartbeat_s = heartbeat_s
+        self._probe: Probe | None = None
+        self._pulse: Pulse | None = None
+        self._asked_at = -ASK_AGAIN_S
         self._lines = Lines(store, f"phasesync.{run}.{rank}")
         self._slots: dict[FenceKey, _Slot] = {}
         self._scopes: dict[str, _Scope] = {}
@@ -216,7 +275,19 @@ class StoreFences:
         started = started_at(os.getpid())
         if self._host and started is not None:
             me = Process(self.rank, self._incarnation, os.getpid(), started)
-            self._meet(await self._lines.ask(announcing(self._space, self._host, me)))
+            announced = announcing(self._space, self._host, me)
+            self._meet(await self._lines.ask(announced, CONNECT_S))
+        if self._probe is not None and has_sockets(self._store):
+            self._pulse = Pulse(self._store, self._space, self.rank, self._probe, self._heartbeat_s)
+
+    def heed(self, probe: Probe) -> None:
+        """As `fences.base.Heartbeats`."""
+        self._probe = probe
+
+    @property
+    def beats(self) -> bool:
+        """Whether the ranks of this run beat."""
+        return self._pulse is not None
 
     async def arrive(self, call: FenceCall, arrival: Arrival) -> Opened:
         slot, register = self._come_to(call)
@@ -232,7 +303,9 @@ class StoreFences:
     async def fail(self, call: FenceCall, arrival: Arrival) -> Broken | Opened:
         self._come_to(call)
         verdict = await self._lines.ask(failing(self._space, call, arrival))
-        return self._heard(call, verdict)
+        answer = self._heard(call, verdict)
+        self._ask_at_break(call, answer)
+        return answer
 
     async def watch(self, call: FenceCall) -> Broken | Opened:
         slot, register = self._come_to(call)
@@ -267,6 +340,8 @@ class StoreFences:
         if self._look is not None:
             self._look.cancel()
         self._neighbours.close()
+        if self._pulse is not None:
+            await self._pulse.stop()
         if self._lines.lost is None:
             used = {name: _scope_ends(scope) for name, scope in self._scopes.items()}
             peers = max((len(scope.members) for scope in self._scopes.values()), default=1)
@@ -301,6 +376,8 @@ class StoreFences:
             cause = RootCause(kind="dead", ranks=(rank,), error=f"its process {pid} is gone")
             lost = Lost(rank=rank, incarnation=incarnation, cause=cause)
             self._lines.submit(reporting_death(self._space, lost))
+            for slot in self._slots.values():
+                self._submit_ask(slot.call)
 
     def _check(self, call: FenceCall) -> None:
         if (call.key.run, call.key.attempt) != self._run:
@@ -320,7 +397,7 @@ class StoreFences:
     def _come_to(self, call: FenceCall) -> tuple[_Slot, bool]:
         """The slot of a fence, and whether this rank must say anew that it may wait there."""
         self._check(call)
-        slot = self._slots.setdefault(call.key, _Slot())
+        slot = self._slots.setdefault(call.key, _Slot(call))
         scope = self._scopes.setdefault(call.key.scope, _Scope())
         generation = call.key.generation
         known = scope.registered and scope.members == call.members and generation <= scope.last + 1
@@ -361,13 +438,38 @@ class StoreFences:
         finally:
             watch.end()
 
-    def expire(self, call: FenceCall) -> "asyncio.Future[Any]":
+    async def expire(self, call: FenceCall, signs: Mapping[Rank, Sign]) -> Verdict | None:
         """The deadline has passed: decide, on another line than the one that waits."""
-        return self._lines.submit(expiring(self._space, call, self._me, self._seen()))
+        steps = expiring(self._space, call, self._me, self._seen(signs))
+        verdict: Verdict | None = await self._lines.submit(steps)
+        return verdict
 
-    def _seen(self) -> dict[Rank, str]:
-        """What the other ranks of this host do just now."""
-        return {rank: f"{state_of(pid)} (process {pid})" for rank, pid in self._pids.items()}
+    async def ask(self, call: FenceCall, why: str) -> None:
+        """Ask those who have not arrived to write down what they do."""
+        await self._lines.submit(asking(self._space, call, why))
+
+    async def look(self, call: FenceCall) -> tuple[tuple[Rank, ...], dict[Rank, Beat | None]]:
+        """Who is missing, and their last beats."""
+        found: tuple[tuple[Rank, ...], dict[Rank, Beat | None]]
+        found = await self._lines.submit(looking(self._space, call))
+        return found
+
+    def _seen(self, signs: Mapping[Rank, Sign]) -> dict[Rank, str]:
+        """What the missing ranks said of themselves, and what those of this host do just now."""
+        here = {rank: f"{state_of(pid)} (process {pid})" for rank, pid in self._pids.items()}
+        said = {rank: told(sign, here.get(rank, "")) for rank, sign in signs.items()}
+        return here | said
+
+    def _ask_at_break(self, call: FenceCall, verdict: FenceVerdict) -> None:
+        """Who breaks a fence asks what the others do there."""
+        if isinstance(verdict, Broken) and verdict.decided:
+            self._submit_ask(call)
+
+    def _submit_ask(self, call: FenceCall) -> None:
+        now = asyncio.get_running_loop().time()
+        if self.beats and self._lines.lost is None and now - self._asked_at >= ASK_AGAIN_S:
+            self._asked_at = now
+            self._lines.submit(asking(self._space, call, "break"))
 
     def give_up(self, call: FenceCall) -> StoreLost:
         """The store has had its time after the deadline, too."""
@@ -392,6 +494,7 @@ class StoreFences:
                 return opened
             case Broken() as broken:
                 self._forget_registrations()
+                self._ask_at_break(call, broken)
                 raise FenceBroken(broken)
             case None:
                 raise StaleArrival(

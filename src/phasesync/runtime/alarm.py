@@ -6,8 +6,10 @@ transports, and a phase may be short.
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
+from phasesync.core.fence_beats import Ask
 from phasesync.core.model import Broken, FenceCall, FenceKey
 from phasesync.errors import FenceError
 from phasesync.fences.base import FenceTransport
@@ -16,11 +18,17 @@ __all__ = ("Alarm", "ended")
 
 
 class Alarm:
-    """Watches one fence at a time."""
+    """Watches one fence at a time; when it breaks, `asked` writes down what this rank does."""
 
-    def __init__(self, transport: FenceTransport, name: str) -> None:
+    def __init__(
+        self,
+        transport: FenceTransport,
+        name: str,
+        asked: Callable[[Ask], object] = lambda ask: None,
+    ) -> None:
         self._transport = transport
         self._name = name
+        self._asked = asked
         self._key: FenceKey | None = None
         self._task: asyncio.Task[Broken] | None = None
 
@@ -52,6 +60,7 @@ class Alarm:
         with contextlib.suppress(FenceError):
             verdict = await self._transport.watch(call)
             if isinstance(verdict, Broken):
+                self._asked(Ask(call.key.scope, call.key.generation, call.fence, "break"))
                 return verdict
         return await asyncio.Future()
 

@@ -1,6 +1,7 @@
 """What the runtime asks of a device before it arrives at a fence."""
 
 import operator
+import sys
 import typing
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,7 +10,14 @@ from phasesync.core.plan import Plan, Wait
 from phasesync.core.protocol import Evidence
 from phasesync.errors import PlanError, RankLost
 
-__all__ = ("DevicePort", "HostDevice", "Proof", "check_established", "prove")
+__all__ = (
+    "DevicePort",
+    "HostDevice",
+    "Proof",
+    "allocator_figures",
+    "check_established",
+    "prove",
+)
 
 
 class DevicePort(typing.Protocol):
@@ -71,6 +79,19 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
 }
+
+
+def allocator_figures(device: DevicePort | None) -> dict[str, int]:
+    """What this process's allocator holds on the device, without a call to the driver: it may
+    be the driver that hangs. Nothing where there is no such allocator, or it was never used."""
+    torch = sys.modules.get("torch")  # Who has memory of torch's has imported it.
+    where = getattr(device, "torch_device", None)
+    if torch is None or where is None or where.type != "cuda" or not torch.cuda.is_initialized():
+        return {}
+    return {
+        "allocated_bytes": int(torch.cuda.memory_allocated(where)),
+        "reserved_bytes": int(torch.cuda.memory_reserved(where)),
+    }
 
 
 def check_established(plan: Plan) -> None:

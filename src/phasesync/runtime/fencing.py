@@ -26,8 +26,10 @@ from phasesync.core.model import (
 )
 from phasesync.core.plan import Plan, Wait
 from phasesync.errors import FenceBroken, FenceError, StaleArrival, StoreLost, describe
-from phasesync.fences.base import FenceTransport
+from phasesync.fences.base import FenceTransport, Heartbeats
 from phasesync.journal import Journal, line_cut
+from phasesync.runtime.device import DevicePort
+from phasesync.runtime.probe import Probe
 
 __all__ = ("RankFences", "plain_ticket")
 
@@ -45,8 +47,12 @@ class RankFences:
         rank: Rank,
         incarnation: int,
         mono_ns: Callable[[], int],
+        device: DevicePort | None = None,
     ) -> None:
         self.transport = transport
+        self.probe = Probe(journal, device, mono_ns)
+        if isinstance(transport, Heartbeats):
+            transport.heed(self.probe)
         self.ticket: Ticket | None = None
         self.version = 0
         self.passed: set[str] = set()
@@ -61,6 +67,7 @@ class RankFences:
         self._incarnation = incarnation
         self._mono_ns = mono_ns
         self._generations: dict[int, int] = {}
+        self._members: tuple[Plan | None, dict[int, tuple[Rank, ...]]] = (None, {})
 
     def begin(self) -> None:
         """A new epoch: nothing is passed, broken or arrived at."""
@@ -70,13 +77,14 @@ class RankFences:
     def call(self, plan: Plan, state: RankState, wait: Wait) -> FenceCall:
         """The instance of `wait` that this rank comes to from where it stands."""
         scope = plan.scopes[wait.scope]
-        members = tuple(plan.members[at] for at in scope.members)
+        members = self._members_of(plan, wait.scope)
         if state.stage is Stage.RECOVER:
             members = tuple(member for member in members if member not in self.gone)
         left = fences_left(plan, plan.index(self._rank), state)
         before = left[: left.index(wait)] if wait in left else ()
         ahead = sum(step.scope == wait.scope for step in before)
         generation = self._generations.get(wait.scope, 0) + ahead
+        self.probe.may_come(scope.name, generation)
         return FenceCall(
             key=FenceKey(self._run, self._attempt, scope.name, generation),
             fence=wait.fence,
@@ -86,6 +94,17 @@ class RankFences:
             members=members,
             deadline_s=wait.deadline_s,
         )
+
+    def _members_of(self, plan: Plan, scope: int) -> tuple[Rank, ...]:
+        """The members of a scope, listed once a plan: there may be thousands."""
+        if self._members[0] is not plan:
+            self._members = (plan, {})
+        listed = self._members[1]
+        found = listed.get(scope)
+        if found is None:
+            ranks = plan.scopes[scope].members
+            found = listed[scope] = tuple(plan.members[at] for at in ranks)
+        return found
 
     def use_up(self, waits: Iterable[Wait]) -> None:
         """These fences are behind this rank, passed or not."""
@@ -102,6 +121,7 @@ class RankFences:
         """Report to the fence and wait; its opening, or why this rank must leave the epoch."""
         arrival = self._arrival(call, free_bytes=free_bytes, payload=payload)
         self.arrived.add(call.fence)
+        self.probe.arrived(call.key.scope, call.key.generation)
         began = self._mono_ns()
         try:
             opened = await self.transport.arrive(call, arrival)
@@ -172,6 +192,7 @@ class RankFences:
     async def fail_at(self, call: FenceCall, cause: RootCause) -> RootCause:
         """Arrive as failed; the cause that the fence has now, which may be an earlier one."""
         self.announce(call, error=describe(cause))
+        self.probe.arrived(call.key.scope, call.key.generation)
         verdict: FenceVerdict
         try:
             verdict = await self.transport.fail(call, self._arrival(call, cause=cause))
