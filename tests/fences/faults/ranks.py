@@ -421,9 +421,9 @@ ACTS: Mapping[str, Callable[[Life, Any, FenceCall], Awaitable[Any]]] = {
 
 
 def _store_points(operation: Callable[[], None]) -> None:
-    from phasesync.fences.lines import _Client
+    from phasesync.fences.lines import Client
 
-    _before(_Client, "perform", operation)
+    _before(Client, "perform", operation)
 
 
 def _tcp_points(operation: Callable[[], None]) -> None:
