@@ -7,6 +7,7 @@ or breaks some. Whether that fence opens is for the product of all blocks to say
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from phasesync.checker.alike import Alike
 from phasesync.checker.apart import Apart
 from phasesync.checker.tables import BlockState, Move, Row, Tables, _Go
 from phasesync.core.kernel import Faults, Kind, Stage, Status
@@ -126,6 +127,7 @@ class Moves:
         self._memo: dict[tuple[int, Around], tuple[Move, ...]] = {}
         self._alone: dict[tuple[int, Around], tuple[Move, ...]] = {}
         self.apart = Apart(tables, epochs)
+        self.alike = Alike(tables, self.apart)
         self._numbers: dict[BlockState, int] = {}
         self.blocks: list[BlockState] = []
         self.summaries: list[Summary] = []
@@ -293,6 +295,8 @@ class _Draft:
         if self.moves.whole and kind in _GOES_ON:
             opened, broken, arrives, worse = self._on(slot, units, opened, broken, arrives)
             bad = bad or worse
+        if self.moves.endless:
+            self.moves.alike.settle(units)
         awaits = 0
         for rows, unit in zip(self.tables.rows, units, strict=True):
             awaits |= rows[unit].facts.awaits
@@ -471,7 +475,7 @@ def _stopped(draft: _Draft, slot: int, row: Row) -> None:
 
 def _finished(draft: _Draft, slot: int, row: Row) -> None:
     state = row.state
-    follows = state.stage is Stage.EPOCH or draft.around.all_live or draft.moves.endless
+    follows = state.stage is Stage.EPOCH or draft.around.all_live
     if state.epoch < draft.moves.epochs and follows:
         draft.move(Kind.BEGIN, slot, "", row.go[Kind.BEGIN])
 

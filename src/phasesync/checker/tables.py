@@ -234,6 +234,7 @@ class Tables:
         self._rows: list[dict[int, Row]] = [{} for _ in block.slots]
         self.rows = tuple(Rows(partial(self._row_of, slot)) for slot in range(len(block.slots)))
         self._facts: dict[int, Facts] = {}
+        self._fences: dict[tuple[int, int], list[tuple[int, Stage, int, int, int, bool]]] = {}
         self._races: dict[tuple[int, int, int, int], bool] = {}
         self._ops: dict[tuple[object, ...], Memo] = {}
         self.earlier = Memo(self._earlier)
@@ -390,27 +391,42 @@ class Tables:
             return Facts(0, 0, -1, -1, False, 0, 0)
         gone = state.status in _GONE
         awaits = awaits_world = arrived = arrived_world = leads = leads_world = 0
-        for epoch in (state.epoch,) if self.reused else range(1, self.epochs + 2):
-            for stage in Stage:
-                other = RankState(Status.READY, epoch, stage)
-                for at, wait in enumerate(self._steps(rank, stage)):
-                    if not isinstance(wait, Wait):
-                        continue
-                    own, world = self.bit(other, wait)
-                    (self.own if own else self.world).place(own or world, at)
-                    mine, here = (state.epoch, state.stage), (epoch, stage)
-                    passed = mine > here or (mine == here and at < state.at)
-                    waits = mine == here and at == state.at and state.status is Status.WAITING
-                    if (not passed or self.reused) and not gone:
-                        awaits |= own
-                        awaits_world |= world
-                    if gone and stage is Stage.RECOVER and lost_leaders(self.plan, wait, (rank,)):
-                        leads |= own
-                        leads_world |= world
-                    if passed or waits or (gone and stage is Stage.RECOVER):
-                        arrived |= own
-                        arrived_world |= world
+        mine = (state.epoch, state.stage)
+        for epoch, stage, at, own, world, led in self._fences_of(rank, state):
+            here = (epoch, stage)
+            passed = mine > here or (mine == here and at < state.at)
+            waits = mine == here and at == state.at and state.status is Status.WAITING
+            if (not passed or self.reused) and not gone:
+                awaits |= own
+                awaits_world |= world
+            if gone and led:
+                leads |= own
+                leads_world |= world
+            if passed or waits or (gone and stage is Stage.RECOVER):
+                arrived |= own
+                arrived_world |= world
         return Facts(awaits, awaits_world, arrived, arrived_world, gone, leads, leads_world)
+
+    def _fences_of(
+        self, rank: int, state: RankState
+    ) -> list[tuple[int, Stage, int, int, int, bool]]:
+        """Every fence the rank has: epoch, stage, place, its two bits, and whether the rank's part
+        of a recovery before it can be done by nobody else."""
+        epochs = (state.epoch,) if self.reused else range(1, self.epochs + 2)
+        found = self._fences.get((rank, epochs[0]))
+        if found is None:
+            found = self._fences[rank, epochs[0]] = []
+            for epoch in epochs:
+                for stage in Stage:
+                    other = RankState(Status.READY, epoch, stage)
+                    for at, wait in enumerate(self._steps(rank, stage)):
+                        if isinstance(wait, Wait):
+                            own, world = self.bit(other, wait)
+                            (self.own if own else self.world).place(own or world, at)
+                            recovers = stage is Stage.RECOVER
+                            led = recovers and bool(lost_leaders(self.plan, wait, (rank,)))
+                            found.append((epoch, stage, at, own, world, led))
+        return found
 
     def _steps(self, rank: int, stage: Stage) -> tuple[object, ...]:
         return self.plan.programs[rank] if stage is Stage.EPOCH else self.plan.recover[rank]
