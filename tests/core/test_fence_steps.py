@@ -290,6 +290,25 @@ def test_a_rank_that_dies_anywhere_is_known_without_a_deadline(seed: int) -> Non
     assert world.store.values == {}
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_an_older_incarnation_that_leaves_last_leaves_no_key(seed: int) -> None:
+    """It leaves while the last of the run sweeps, or when that is done."""
+    world = World(size=2, generations=2)
+    scheduler = Scheduler(world, random.Random(seed))
+    for rank in world.ranks:
+        scheduler.start(str(rank), world.life(rank))
+    while len(world.finished) < seed % 3 and scheduler.move():
+        pass
+    for _ in range(seed % 7):
+        scheduler.move()
+    older = leaving(SPACE, world.ranks[0], {"world": (0, 1)}, peers=world.size)
+    scheduler.start("older", older)
+    while scheduler.move():
+        pass
+    assert world.finished == set(world.ranks)
+    assert world.store.values == {}
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_deadlines_cancellations_and_deaths_never_split_a_verdict(seed: int) -> None:
     rng = random.Random(1000 + seed)

@@ -181,16 +181,17 @@ class Space:
 
     @property
     def of_the_run(self) -> tuple[str, ...]:
-        """The keys of which there is one; `boot` goes last."""
+        """The keys of which there is one. `boot` goes before what leavers write: whoever leaves
+        later finds it gone, and removes what it wrote itself."""
         return (
             self.hosts,
             self.scopes,
             self.lost,
-            self.left,
-            self.leavers,
             self.beating,
             self.asks,
             self.boot,
+            self.left,
+            self.leavers,
         )
 
 

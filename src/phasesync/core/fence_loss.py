@@ -232,11 +232,12 @@ def leaving(space: Space, rank: Rank, used: Mapping[str, tuple[int, int]], *, pe
     """Say that this rank has finished; the last of the run removes every key.
 
     `peers` is the greatest number of members that this rank has seen in a scope: with fewer
-    leavers it cannot be the last.
+    leavers it cannot be the last. One that comes after it (an older incarnation, say) finds the run
+    swept, and sweeps what it has written itself.
     """
     yield Append(space.left, Left(rank, {scope: list(ends) for scope, ends in used.items()}).line())
     count = yield Add(space.leavers, 1)
-    if count >= peers:
+    if count >= peers or (yield Read(space.boot)) is None:
         yield from sweeping(space)
 
 
