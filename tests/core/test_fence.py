@@ -216,10 +216,22 @@ def test_a_line_that_is_no_frame_is_no_arrival() -> None:
 
 
 def test_a_frame_of_another_version_breaks_the_fence_and_says_so() -> None:
-    line = wire.encode([FRAME_FORMAT + 1, "trainer", 2, "who knows"]) + b"\n"
-    cause = broken(came(T0), *decode_arrivals(line)).cause
-    assert cause.ranks == (T2,)
-    assert cause.error == "writes fence frames of format 2, the others 1"
+    other = decode_arrivals(wire.encode([FRAME_FORMAT + 1, "trainer", 2, "who knows"]) + b"\n")
+    cause = broken(came(T0), came(T1), *other).cause
+    assert (cause.kind, cause.ranks) == ("digest", (T2,))
+    expected = "frames of format 1 were expected: install one version everywhere"
+    assert (
+        cause.error
+        == f"phasesync: frames of format 2 on {T2}, frames of format 1 on the others; {expected}"
+    )
+
+
+def test_no_fence_opens_on_frames_that_its_judge_cannot_read() -> None:
+    """All ranks are of one version, and what judges (a coordinator, say) is of another."""
+    said = [wire.encode([FRAME_FORMAT - 1, r.role, r.number, 0]) for r in (T0, T1, T2)]
+    cause = broken(*decode_arrivals(b"\n".join(said))).cause
+    assert (cause.kind, cause.ranks) == ("digest", ())
+    assert "frames of format 0 on trainer/0, trainer/1, trainer/2;" in (cause.error or "")
 
 
 def test_a_cause_comes_back_as_it_was() -> None:

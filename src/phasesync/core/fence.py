@@ -47,6 +47,8 @@ __all__ = (
 )
 
 FRAME_FORMAT = 1
+FOREIGN = "frames of format "  # In place of a digest, where frames are of another version.
+OURS = f"{FOREIGN}{FRAME_FORMAT}"
 ERROR_CHARS_MAX = 2048
 RANKS_SHOWN_MAX = 8
 
@@ -89,6 +91,7 @@ def judge(
     cause = (
         _failure(heard)
         or _second_coming(call, heard, first)
+        or _other_version(call, tuple(first.values()), final=expired or not missing)
         or _disagreement(call, tuple(first.values()), final=expired or not missing)
         or _stranger(call, first)
         or _loss(call, first, lost)
@@ -224,6 +227,25 @@ AGREED: tuple[tuple[str, str], ...] = (
 )
 
 
+def _other_version(call: FenceCall, held: Sequence[Arrival], *, final: bool) -> RootCause | None:
+    """Ranks whose phasesync writes other frames than this one reads; nothing else is known of them.
+
+    As with what they must agree on, who differs from the majority is named. All may be of
+    another version than whoever judges, and no fence opens on frames that nobody can read.
+    """
+    formats = _group_by(held, lambda a: a.digest if a.digest.startswith(FOREIGN) else OURS)
+    if set(formats) <= {OURS}:
+        return None
+    largest = max(map(len, formats.values()))
+    if not final and 2 * largest <= len(call.members):
+        return None
+    has_majority = _has_majority(formats) and len(formats) > 1
+    odd = tuple(sorted(a.rank for g in formats.values() if len(g) < largest for a in g))
+    said = _difference("phasesync", formats, odd_only=has_majority)
+    text = f"{said}; {OURS} were expected: install one version everywhere"
+    return _about(call, "digest", odd if has_majority else (), text)
+
+
 def _disagreement(call: FenceCall, held: Sequence[Arrival], *, final: bool) -> RootCause | None:
     """Who differs from the majority; without one, both groups are named and nobody blamed.
 
@@ -339,9 +361,8 @@ def decode_arrivals(log: bytes) -> list[Arrival]:
 
 
 def _arrival(rank: Rank, frame: Sequence[Any]) -> Arrival:
-    """The arrival in a frame; one of another format is a failed arrival that says so."""
+    """The arrival in a frame; one of another format agrees with none of ours."""
     if frame[0] != FRAME_FORMAT or len(frame) != 13:
-        error = f"writes fence frames of format {frame[0]}, the others {FRAME_FORMAT}"
         return Arrival(
             rank=rank,
             incarnation=0,
@@ -349,9 +370,8 @@ def _arrival(rank: Rank, frame: Sequence[Any]) -> Arrival:
             fence=FenceName(""),
             epoch=Epoch(0),
             version=Version(0),
-            digest=Digest(""),
+            digest=Digest(f"{FOREIGN}{frame[0]}"),
             seq=0,
-            cause=RootCause(kind="digest", ranks=(rank,), error=error),
         )
     return Arrival(
         rank=rank,
