@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from phasesync.core.model import Arrival, Broken, FenceCall, Opened, Rank, RootCause
 from phasesync.errors import RankLost, StoreLost
+from phasesync.fences.base import Probe
 from phasesync.fences.driver import CANCEL_S, Joined, cause_of, in_thread, join
 from phasesync.fences.tcp import TcpCoordinator, TcpFences
 
@@ -126,6 +127,7 @@ class RayFences:
         self._attempt = attempt
         self._detached = detached
         self._inner: TcpFences | None = None
+        self._probe: Probe | None = None
 
     @classmethod
     def observer(cls, *, run: str, attempt: int = 0) -> "RayFences":
@@ -153,7 +155,13 @@ class RayFences:
             attempt=self._attempt,
             token=token,
         )
+        if self._probe is not None:
+            self._inner.heed(self._probe)
         await self._inner.connect()
+
+    def heed(self, probe: Probe) -> None:
+        """As `fences.base.Heartbeats`."""
+        self._probe = probe
 
     async def arrive(self, call: FenceCall, arrival: Arrival) -> Opened:
         return await self._connected().arrive(call, arrival)

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from phasesync.core import wire
 from phasesync.core.fence import (
@@ -26,6 +26,7 @@ from phasesync.core.fence import (
     missing_of,
     ranks_from_json,
 )
+from phasesync.core.fence_beats import LATE_SHARE, Ask, Beat, Sign, patience, rank_of, told
 from phasesync.core.fence_hub import Hub, Instance
 from phasesync.core.fence_messages import (
     ANSWER_BYTES_MAX,
@@ -52,6 +53,8 @@ from phasesync.core.model import (
     RootCause,
 )
 from phasesync.errors import FenceBroken, PlanError, StaleArrival, StoreLost
+from phasesync.fences.base import Probe
+from phasesync.fences.tcp_pulse import NO_REQUEST, TcpPulse
 
 __all__ = ("TcpCoordinator", "TcpFences")
 
@@ -63,7 +66,7 @@ GREETING_S = 5.0  # Who has not greeted by then is cut.
 UNSENT_BYTES_MAX = 2 * ANSWER_BYTES_MAX  # Who does not read is cut.
 CLOSED = ("dead", "its connection closed")
 SILENT = ("unavailable", "its host no longer answers")
-NO_REQUEST = 0  # Of what is told without waiting for the answer.
+ASK_AGAIN_S = 1.0  # Breaks that come together ask once what the others do.
 KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
 
 log = logging.getLogger(__name__)
@@ -95,6 +98,8 @@ class TcpCoordinator:
         self._hubs: dict[tuple[str, int], Hub] = {}
         self._lists: dict[tuple[str, int], tuple[Rank, ...]] = {}
         self._refused: set[str] = set()
+        self._beats: dict[tuple[str, int], dict[Rank, _Heard]] = {}
+        self._asked_at: dict[tuple[str, int], float] = {}
 
     @property
     def address(self) -> tuple[str, int]:
@@ -144,6 +149,7 @@ class TcpCoordinator:
         mates = [other for other in self._peers if other.run == peer.run]
         if not mates:
             self._hubs.pop(peer.run, None)
+            self._beats.pop(peer.run, None)
         elif peer.rank is not None and not peer.said_goodbye:
             same = (peer.rank, peer.incarnation)
             if not any((mate.rank, mate.incarnation) == same for mate in mates):
@@ -152,16 +158,52 @@ class TcpCoordinator:
                 lost = Lost(rank=peer.rank, incarnation=peer.incarnation, cause=cause)
                 self.hub(*peer.run).lose(lost)
 
+    def beat(self, peer: "_Peer", rank: Rank, beat: Beat) -> None:
+        """A rank has given a sign of life."""
+        assert peer.run is not None
+        now = asyncio.get_running_loop().time()
+        self._beats.setdefault(peer.run, {})[rank] = _Heard(beat, now, peer)
+
+    def signs(self, run: tuple[str, int], ranks: Sequence[Rank]) -> dict[Rank, Sign]:
+        """The last signs of life of those that beat."""
+        now = asyncio.get_running_loop().time()
+        heard = self._beats.get(run, {})
+        return {r: Sign(heard[r].beat, now - heard[r].at) for r in ranks if r in heard}
+
     def seen(self, run: tuple[str, int], ranks: Sequence[Rank]) -> dict[Rank, str]:
         """What is known of ranks that are missing: a process may be slow, or was never here."""
         here = {peer.rank for peer in self._peers if peer.run == run}
-        return {rank: "connected" if rank in here else "not connected" for rank in ranks}
+        plain = {rank: "connected" if rank in here else "not connected" for rank in ranks}
+        return plain | {r: told(sign) for r, sign in self.signs(run, ranks).items()}
+
+    def ask(self, run: tuple[str, int], instance: Instance, why: str) -> None:
+        """Ask those who have not arrived to write down what they do."""
+        call = instance.call
+        heard = self._beats.get(run, {})
+        for rank in instance.missing() if heard else ():
+            if rank in heard:
+                heard[rank].peer.ask(Ask(call.key.scope, call.key.generation, call.fence, why))
+
+    def broke(self, run: tuple[str, int], instance: Instance) -> None:
+        """A fence is broken: ask, unless one has just done so for a fence that broke before."""
+        now = asyncio.get_running_loop().time()
+        if now - self._asked_at.get(run, now - ASK_AGAIN_S) >= ASK_AGAIN_S:
+            self._asked_at[run] = now
+            self.ask(run, instance, "break")
 
     def refuse(self, who: str, why: str) -> None:
         """Say it once for each host: a port scan must not fill the log."""
         if who not in self._refused:
             self._refused.add(who)
             log.warning("refused a connection from %s: %s", who, why)
+
+
+class _Heard(NamedTuple):
+    """A rank's last beat, when it came, and the connection that it came by."""
+
+    beat: Beat
+    at: float
+    peer: "_Peer"
 
 
 class _Peer(asyncio.Protocol):
@@ -263,13 +305,34 @@ class _Peer(asyncio.Protocol):
         call, arrival = self._call(said), _arrival(line)
         instance = self._hub().arrive(call, arrival)
         order = len(instance.arrivals)
-        timer = self._loop.call_later(call.deadline_s, self._expire, instance, arrival.rank)
-        self._answer_when_decided(request, instance, arrival, order, timer)
+        waiting = _Patience(self, request, instance, arrival.rank, call.deadline_s)
+        self._answer_when_decided(request, instance, arrival, order, waiting)
 
-    def _expire(self, instance: Instance, by: Rank) -> None:
+    def waits(self, request: int, instance: Instance, by: Rank, deadline_s: float) -> float:
+        """The deadline of a rank has passed: decide, or say how much longer to wait."""
         assert self.run is not None
-        seen = self._coordinator.seen(self.run, instance.missing())
-        self._hub().expire(instance, by, seen)
+        missing = instance.missing()
+        left_s = patience(deadline_s, missing, self._coordinator.signs(self.run, missing))
+        if left_s > 0:
+            self._send(Answer(request, None, True, False, None), wire.encode(["wait", left_s]))
+        else:
+            seen = self._coordinator.seen(self.run, missing)
+            self._hub().expire(instance, by, seen)
+        return left_s
+
+    def late(self, instance: Instance) -> None:
+        """Most of a deadline has passed."""
+        assert self.run is not None
+        self._coordinator.ask(self.run, instance, "deadline")
+
+    def ask(self, ask: Ask) -> None:
+        self._send(Answer(NO_REQUEST, None, True, False, None), wire.encode(["ask", *ask]))
+
+    def beat(self, rank: Sequence[Any], said: str) -> None:
+        beat = Beat.decode(said.encode())
+        if self.run is None or beat is None:
+            raise ValueError("no beat")
+        self._coordinator.beat(self, rank_of(rank), beat)
 
     def fail(self, request: int, said: Sequence[Any], line: str) -> None:
         arrival = _arrival(line)
@@ -290,12 +353,14 @@ class _Peer(asyncio.Protocol):
         instance: Instance,
         arrival: Arrival | None,
         order: int | None,
-        timer: asyncio.TimerHandle | None,
+        waiting: "_Patience | None",
     ) -> None:
         def hear(verdict: FenceVerdict) -> None:
             self._waits.pop(request, None)
-            if timer is not None:
-                timer.cancel()
+            if waiting is not None:
+                waiting.end()
+            if isinstance(verdict, Broken) and self.run is not None:
+                self._coordinator.broke(self.run, instance)
             decided = arrival is not None and instance.decider == arrival.rank
             judged = arrival is None or instance.judged(arrival)
             said = _VERDICTS.text(verdict, with_arrivals=decided)
@@ -303,8 +368,8 @@ class _Peer(asyncio.Protocol):
 
         def stop() -> None:
             instance.unhear(hear)
-            if timer is not None:
-                timer.cancel()
+            if waiting is not None:
+                waiting.end()
 
         self._waits[request] = stop
         instance.hear(hear)
@@ -348,7 +413,33 @@ REQUESTS: Mapping[str, Callable[..., None]] = {
     "missing": _Peer.missing,
     "lost": _Peer.lost,
     "goodbye": _Peer.goodbye,
+    "beat": _Peer.beat,
 }
+
+
+class _Patience:
+    """The timers of one arrival: most of its deadline, all of it, more where there is progress."""
+
+    def __init__(
+        self, peer: _Peer, request: int, instance: Instance, by: Rank, deadline_s: float
+    ) -> None:
+        self._peer = peer
+        self._asked = (request, instance, by, deadline_s)
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(LATE_SHARE * deadline_s, self._late)
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+    def _late(self) -> None:
+        _, instance, _, deadline_s = self._asked
+        self._timer = self._loop.call_later((1 - LATE_SHARE) * deadline_s, self._expire)
+        self._peer.late(instance)
+
+    def _expire(self) -> None:
+        left_s = self._peer.waits(*self._asked)
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._expire)
 
 
 def _arrival(line: str) -> Arrival:
@@ -404,6 +495,9 @@ class TcpFences(asyncio.Protocol):
         self._framer = Framer(ANSWER_BYTES_MAX)
         self._requests = 0
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._guards: dict[int, _Guard] = {}
+        self._probe: Probe | None = None
+        self._pulse: TcpPulse | None = None
         self._sent_members: dict[tuple[Rank, ...], str] = {}
         self._transport: asyncio.Transport | None = None
         self._lost: StoreLost | None = StoreLost("connect() was not called")
@@ -430,6 +524,12 @@ class TcpFences(asyncio.Protocol):
         self._transport.write(self._greeting)
         me = self.rank and list(self.rank)
         self.boot = (await self._ask("hello", me, self._incarnation, *self._run)).said
+        if self._probe is not None and self.rank is not None:
+            self._pulse = TcpPulse(self._address, self._greeting, self._run, self.rank, self._probe)
+
+    def heed(self, probe: Probe) -> None:
+        """As `fences.base.Heartbeats`."""
+        self._probe = probe
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -448,15 +548,19 @@ class TcpFences(asyncio.Protocol):
         try:
             for body in self._framer.feed(data):
                 answer = Answer.decode(body)
+                if type(answer.said) is list and answer.said[0] == "wait":
+                    self._guards[answer.request].extend(answer.said[1] + GRACE_S)
+                    continue
                 waiting = self._waiting.pop(answer.request, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
-        except (FrameTooLong, wire.JsonError, TypeError, ValueError) as error:
+        except (FrameTooLong, wire.JsonError, LookupError, TypeError, ValueError) as error:
             self._give_up(f"the coordinator answered what is no answer: {error}")
 
     async def arrive(self, call: FenceCall, arrival: Arrival) -> Opened:
         request, waiting = self._request("arrive", self._said(call), _line(arrival))
         guard = _Guard(call.deadline_s + GRACE_S, partial(self._silent, call))
+        self._guards[request] = guard
         try:
             answer = await waiting
         except asyncio.CancelledError:
@@ -467,6 +571,7 @@ class TcpFences(asyncio.Protocol):
             raise
         finally:
             guard.end()
+            del self._guards[request]
         verdict = answer.verdict(call)
         if isinstance(verdict, Broken):
             raise FenceBroken(verdict)
@@ -506,6 +611,8 @@ class TcpFences(asyncio.Protocol):
     async def close(self) -> None:
         if self._transport is None:
             return
+        if self._pulse is not None:
+            await self._pulse.stop()
         if self._lost is None:
             with suppress(StoreLost):
                 await self._ask("goodbye")
@@ -580,6 +687,11 @@ class _Guard:
 
     def end(self) -> None:
         self._timer.cancel()
+
+    def extend(self, after_s: float) -> None:
+        self._timer.cancel()
+        self._until = self._loop.time() + after_s
+        self._timer = self._loop.call_at(self._until, self._fire)
 
     def _fire(self) -> None:
         if self._loop.time() > self._until + LATE_S:

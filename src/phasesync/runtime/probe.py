@@ -30,13 +30,9 @@ _DOING: Mapping[str, str] = {
     "fence.pass": "passed",
     "fence.break": "passed",
 }
-# Code that is nobody's own: a frame of it tells how somebody waits, not what for.
-_LIBRARIES = (
-    f"{PurePath(threading.__file__).parent}/",
-    f"{PurePath(__file__).parents[1]}/",
-    "/site-packages/",
-    "/dist-packages/",
-)
+# Code that tells how somebody waits, and not what for.
+_LIBRARIES = (f"{PurePath(threading.__file__).parent}/", "/site-packages/", "/dist-packages/", "<")
+_OURS = f"{PurePath(__file__).parents[1]}/"
 
 
 class Probe:
@@ -93,8 +89,8 @@ class Probe:
         if reached is None or reached >= ask.generation or question in self._looked:
             return False
         self._looked.add(question)
-        stacks = [*_tasks(self._loop), *_stacks()]
-        self._where = next((line for _, lines in stacks for line in lines if _is_users(line)), None)
+        stacks = [*_stacks(), *_tasks(self._loop)]
+        self._where = next((line for _, lines in stacks if (line := _where(lines))), None)
         self._journal.write(
             "rank.stacks",
             level="warning",
@@ -136,7 +132,7 @@ def _tasks(loop: asyncio.AbstractEventLoop | None) -> Iterator[tuple[str, list[s
             lines += list(_lines(getattr(coroutine, "cr_frame", None)))[:1]
             coroutine = getattr(coroutine, "cr_await", None)
         lines.reverse()
-        if any(map(_is_users, lines)):
+        if _where(lines) is not None:
             yield f"task {task.get_name()}", lines
 
 
@@ -153,5 +149,15 @@ def _lines(frame: FrameType | None) -> Iterator[str]:
         frame = frame.f_back
 
 
-def _is_users(line: str) -> bool:
-    return line[0] != "<" and not any(mark in line for mark in _LIBRARIES)
+def _where(lines: list[str]) -> str | None:
+    """The innermost frame of user code; None for one of ours that waits, or an idle event loop."""
+    if not lines or lines[0].endswith(" in select"):
+        return None
+    own = next((line for line in lines if not _is_library(line)), None)
+    return None if own is None or own.startswith(_OURS) else own
+
+
+def _is_library(line: str) -> bool:
+    if line.startswith(_OURS):
+        return False
+    return any(line.startswith(mark) or (mark[0] == "/" and mark in line) for mark in _LIBRARIES)
