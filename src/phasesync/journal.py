@@ -166,6 +166,7 @@ class Journal:
         self._seq = 0
         self._writing = threading.Lock()
         self.stands: Stands | None = None
+        self.rank = rank
         self._common: dict[str, Any] = {
             "run": run,
             "role": rank.role,

@@ -52,6 +52,7 @@ class Probe:
         self._looked: set[tuple[str, int, str]] = set()
         self._reached: dict[str, int] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._own = f"phasesync {journal.rank}"  # The thread of its actions is called so.
 
     def may_come(self, scope: str, generation: int) -> None:
         """This rank is a member of `scope`, and has not arrived at `generation` yet."""
@@ -89,7 +90,7 @@ class Probe:
         if reached is None or reached >= ask.generation or question in self._looked:
             return False
         self._looked.add(question)
-        stacks = [*_stacks(), *_tasks(self._loop)]
+        stacks = [*_stacks(self._own), *_tasks(self._loop)]
         self._where = next((line for _, lines in stacks if (line := _where(lines))), None)
         self._journal.write(
             "rank.stacks",
@@ -105,8 +106,8 @@ class Probe:
         return True
 
 
-def _stacks() -> Iterator[tuple[str, list[str]]]:
-    """The name of each thread and its frames, innermost first; this rank's own actions lead."""
+def _stacks(own: str) -> Iterator[tuple[str, list[str]]]:
+    """The name of each thread and its frames, innermost first; that called `own` leads."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     mine = threading.get_ident()
     found = [
@@ -114,7 +115,7 @@ def _stacks() -> Iterator[tuple[str, list[str]]]:
         for ident, frame in sys._current_frames().items()
         if ident != mine
     ]
-    found.sort(key=lambda each: (not _works(each[0]), each[0] != "MainThread", each[0]))
+    found.sort(key=lambda each: (each[0] != own, each[0] != "MainThread", each[0]))
     yield from found[:THREADS_MAX]
 
 
@@ -134,11 +135,6 @@ def _tasks(loop: asyncio.AbstractEventLoop | None) -> Iterator[tuple[str, list[s
         lines.reverse()
         if _where(lines) is not None:
             yield f"task {task.get_name()}", lines
-
-
-def _works(name: str) -> bool:
-    """Whether a thread runs actions: `runtime.calls` names them after the rank."""
-    return name.startswith("phasesync ")
 
 
 def _lines(frame: FrameType | None) -> Iterator[str]:
