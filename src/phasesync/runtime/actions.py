@@ -4,10 +4,10 @@ import asyncio
 import concurrent.futures
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from phasesync.core.model import Phase, Rank, Ticket
 from phasesync.core.plan import Plan
@@ -15,10 +15,11 @@ from phasesync.errors import PlanError
 from phasesync.journal import Journal
 from phasesync.runtime.calls import GRACE_S, BlockingCalls, waited
 
-__all__ = ("Action", "Turn", "bind", "check_names")
+__all__ = ("Action", "Bound", "Turn", "at_once", "bind", "check_names", "settled")
 
 Action: TypeAlias = Callable[..., Any]
-_Call: TypeAlias = Callable[["Turn"], Awaitable[Any]]
+F = TypeVar("F", bound=Action)
+_AT_ONCE = "__phasesync_at_once__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +44,42 @@ class Turn:
         self.journal.write("phase.progress", phase=self.phase, **marks)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """An action as a rank performs it: on the loop's thread, as a coroutine, or in a thread."""
+
+    action: Action
+    takes_turn: bool
+    is_async: bool
+    at_once: bool
+    blocking: BlockingCalls
+
+    def call_at_once(self, turn: Turn) -> Any:
+        """The action's answer, made here and now."""
+        return self.action(turn) if self.takes_turn else self.action()
+
+    async def perform(self, turn: Turn) -> Any:
+        """What the action comes to, made where it blocks nobody."""
+        if self.is_async:
+            return await settled(await self.call_at_once(turn))
+        return await settled(await self.blocking.run(lambda: self.call_at_once(turn)))
+
+
+def at_once(action: F) -> F:
+    """Mark a plain function that is over in microseconds, or must run on the event loop's thread.
+
+    It is called there, with nobody watching over it: no hop to a thread and back, which costs a
+    tenth of a millisecond or more, but also no deadline and no cutting off. One that only enqueues
+    work on a device is such a function; one that waits for the device is not.
+    """
+    setattr(action, _AT_ONCE, True)
+    return action
+
+
 def bind(
     phases: Mapping[str, bool], actions: Mapping[str, Action], blocking: BlockingCalls
-) -> dict[str, _Call]:
-    """The actions by phase, each awaitable with its Turn.
+) -> dict[str, Bound]:
+    """The actions by phase.
 
     `phases` are the rank's phases, with whether each is outside.
 
@@ -56,7 +89,7 @@ def bind(
     for name, action in actions.items():
         if not callable(action):
             raise PlanError(f"the action of phase {name!r} is {action!r}; it must be callable")
-    calls = {name: _callable(actions[name], blocking) for name in phases if name in actions}
+    calls = {name: _bound(actions[name], blocking) for name in phases if name in actions}
     for name, outside in phases.items():
         if name not in calls and not outside:
             raise PlanError(
@@ -77,22 +110,18 @@ def check_names(known: frozenset[str], actions: Mapping[str, Action]) -> None:
             raise PlanError(f"no phase {name!r} to bind an action to; phases are: {have}")
 
 
-def _callable(action: Action, calls: BlockingCalls) -> _Call:
-    takes_turn = _takes_argument(action)
-    is_async = inspect.iscoroutinefunction(action) or inspect.iscoroutinefunction(
-        getattr(action, "__call__", None)  # noqa: B004
+def _bound(action: Action, blocking: BlockingCalls) -> Bound:
+    return Bound(
+        action=action,
+        takes_turn=_takes_argument(action),
+        is_async=inspect.iscoroutinefunction(action)
+        or inspect.iscoroutinefunction(getattr(action, "__call__", None)),  # noqa: B004
+        at_once=getattr(action, _AT_ONCE, False),
+        blocking=blocking,
     )
 
-    async def call(turn: Turn) -> Any:
-        arguments = (turn,) if takes_turn else ()
-        if is_async:
-            return await _settled(await action(*arguments))
-        return await _settled(await calls.run(lambda: action(*arguments)))
 
-    return call
-
-
-async def _settled(found: Any) -> Any:
+async def settled(found: Any) -> Any:
     """What an action's answer comes to, where that is not there yet.
 
     It may be an awaitable, a future of an executor, or what a call of a Ray actor gives.

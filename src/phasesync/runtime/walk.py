@@ -1,0 +1,348 @@
+"""One rank's way through the steps of an epoch: its phases, its fences, and its caller's part.
+
+Order inside a rank, which must survive edits: pass the fence (ticket), write the start line,
+perform, write the end line, announce. Log first, then tell: after a crash the journal says at least
+as much as any peer can have seen.
+"""
+
+import traceback
+from collections.abc import Callable, Mapping
+
+from phasesync.core.kernel import Kind, Stage, Status, fences_left, lost_leaders, next_step
+from phasesync.core.model import Broken, FenceCall, Rank, RootCause
+from phasesync.core.plan import Act, Plan, Step, Wait
+from phasesync.core.protocol import Retry, Verb
+from phasesync.errors import RankLost
+from phasesync.journal import Journal, line_cut
+from phasesync.machine import RankMachine
+from phasesync.runtime.actions import Bound, Turn
+from phasesync.runtime.alarm import Alarm
+from phasesync.runtime.calls import BlockingCalls
+from phasesync.runtime.device import DevicePort, Proof, prove
+from phasesync.runtime.fencing import RankFences, plain_ticket
+from phasesync.runtime.performing import CutOff, Done, Late, Performer, Raised
+
+__all__ = ("STOPPED", "Halt", "Walk")
+
+STOPPED = frozenset((Status.STOPPED, Status.ABORTED))
+_POISONED = "its part of the recovery can never be done; the replica is poisoned"
+_MOVES_MEMORY = frozenset((Verb.ACQUIRES, Verb.RELEASES, Verb.ENSURES))
+
+
+class Halt(Exception):
+    """This rank leaves the epoch: its own failure, or somebody else's that it learned of."""
+
+    def __init__(self, cause: RootCause) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class Walk:
+    """Where one rank stands, and what it has to hand to go on."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: Rank,
+        *,
+        actions: Mapping[str, Bound],
+        blocking: BlockingCalls,
+        fences: RankFences,
+        journal: Journal,
+        device: DevicePort,
+        caller_joins: bool,
+        mono_ns: Callable[[], int],
+    ) -> None:
+        self.rank = rank
+        self.fences = fences
+        self.journal = journal
+        self.caller_joins = caller_joins
+        self.phases_s: dict[str, float] = {}
+        self.alarm = Alarm(fences.transport, f"{rank} heeds", fences.probe.asked)
+        self._performer = Performer(self.alarm)
+        self._actions = actions
+        self._blocking = blocking
+        self._device = device
+        self._mono_ns = mono_ns
+        self._free: int | None = None
+        # Figures are read without a hop to a thread and back where that costs more than they do.
+        self._reads_here = not device.blocks or getattr(device, "measures_at_once", False)
+        self.take(plan)
+
+    def take(self, plan: Plan) -> None:
+        """Stand at the beginning of this plan."""
+        self.plan = plan
+        self.index = plan.index(self.rank)
+        self.machine = RankMachine(plan, self.index)
+
+    @property
+    def epoch(self) -> int:
+        return self.machine.state.epoch
+
+    def here(self) -> Step | None:
+        """The step that the rank stands before or in."""
+        return next_step(self.plan, self.index, self.machine.state)
+
+    def fences_left(self) -> tuple[Wait, ...]:
+        """The fences of this stage that the rank has not passed."""
+        return fences_left(self.plan, self.index, self.machine.state)
+
+    def is_fresh(self) -> bool:
+        """Whether an epoch has been entered, and nothing of it done."""
+        state = self.machine.state
+        return state.at == 0 and state.status is Status.READY and state.stage is Stage.EPOCH
+
+    async def on(self) -> None:
+        """All steps of this stage, up to where the caller takes over.
+
+        Raises:
+            Halt: this rank leaves the epoch.
+        """
+        while (here := self.here()) is not None:
+            if self.rest_is_outside() and not self.is_fresh():
+                break
+            match here:
+                case Act():
+                    await self._act(here)
+                case Wait(joined=True) if self.caller_joins:
+                    await self._joined(here)
+                case Wait():
+                    await self._wait(here)
+        in_epoch = self.machine.state.stage is Stage.EPOCH
+        self.journal.write("epoch.end" if in_epoch else "recover.end")
+
+    # ------------------------------------------------------------------ phases
+
+    async def _act(self, act: Act) -> None:
+        bound = self._actions.get(act.phase)
+        if (broken := self.alarm.broken) is not None:
+            self.fences.heard(broken)
+            await self.machine.fire(Kind.ABORT)
+            raise Halt(broken.cause)
+        await self.machine.fire(Kind.START, act.phase)
+        self.journal.write(
+            "phase.start",
+            phase=act.phase,
+            ticket=plain_ticket(self.fences.ticket),
+            caller="outside" if bound is None else None,
+        )
+        began = self._mono_ns()
+        if bound is not None:
+            await self._perform(act, bound)
+        took = (self._mono_ns() - began) / 1e9
+        self.phases_s[act.phase] = took
+        self.journal.write(
+            "phase.end",
+            phase=act.phase,
+            duration_s=round(took, 6),
+            free_bytes=None if bound is None else await self._free_after(act),
+            caller="outside" if bound is None else None,
+        )
+        await self.machine.fire(Kind.END, act.phase)
+
+    async def _perform(self, act: Act, bound: Bound) -> None:
+        """Run the action; one that may be tried again is, once."""
+        tries = 1 if act.retry is Retry.NEVER else 2
+        for retry in range(tries):
+            turn = Turn(
+                rank=self.rank,
+                phase=act.phase,
+                epoch=self.epoch,
+                version=self.fences.version,
+                ticket=self.fences.ticket,
+                plan=self.plan,
+                journal=self.journal,
+                retry=retry,
+            )
+            match await self._performer.once(bound, turn, act.deadline_s, self._next_call):
+                case Done():
+                    return
+                case CutOff(broken=broken):
+                    raise Halt(await self._cut_off(act, broken))
+                case Late(after_s=after_s):
+                    late = f"it took longer than its deadline of {after_s:g} s"
+                    raise Halt(await self.own_failure(act, TimeoutError(late)))
+                case Raised(error=error) if retry + 1 == tries:
+                    raise Halt(await self.own_failure(act, error)) from error
+                case Raised(error=error):
+                    self.journal.write(
+                        "phase.progress",
+                        level="warning",
+                        phase=act.phase,
+                        retry=retry + 1,
+                        error_type=type(error).__name__,
+                        error=str(error),
+                    )
+
+    async def own_failure(self, act: Act, error: Exception) -> RootCause:
+        """The action raised: what it acquires or releases is unknown, what it writes partial."""
+        said = error.__cause__ if isinstance(error, RankLost) and error.__cause__ else error
+        name, text = type(said).__name__, line_cut(str(error) or repr(error))
+        self.journal.write(
+            "phase.fail",
+            level="error",
+            phase=act.phase,
+            error_type=name,
+            error=text,
+            where=_innermost(error),
+        )
+        await self.machine.fire(Kind.FAIL, act.phase)
+        return RootCause(
+            kind=error.kind if isinstance(error, RankLost) else "failed",
+            ranks=(self.rank,),
+            phase=act.phase,
+            error_type=name,
+            error=text,
+        )
+
+    def _next_call(self) -> FenceCall | None:
+        """The fence to heed while an action runs, if any.
+
+        The break of the epoch's last fence is learned there and not before.
+        """
+        state = self.machine.state
+        left = fences_left(self.plan, self.index, state)
+        if len(left) < 2 or (left[0].joined and self.caller_joins):
+            return None
+        return self.fences.call(self.plan, state, left[0])
+
+    async def _cut_off(self, act: Act, broken: Broken) -> RootCause:
+        """The action was cancelled because a peer failed: half done, and not this rank's fault."""
+        self.fences.heard(broken)
+        self.journal.write(
+            "phase.fail",
+            level="warning",
+            phase=act.phase,
+            error_type="Cancelled",
+            error=f"fence {broken.fence!r} broke while the phase ran",
+        )
+        await self.machine.fire(Kind.FAIL, act.phase)
+        return broken.cause
+
+    async def _free_after(self, act: Act) -> int | None:
+        """Free bytes after a phase that moves memory, unless the fence behind it measures anyway.
+
+        A figure holds until something touches memory again.
+        """
+        if act.touches:
+            self._free = None
+            if _MOVES_MEMORY & {touch.verb for touch in act.touches} and not self._fence_measures():
+                self._free = await self._read(act)
+        return self._free if act.touches else None
+
+    def _fence_measures(self) -> bool:
+        """Whether the next step is a fence that asks for more than an arrival."""
+        state = self.machine.state
+        steps = self.plan.programs if state.stage is Stage.EPOCH else self.plan.recover
+        following = steps[self.index][state.at + 1 : state.at + 2]
+        return any(_measures(step) for step in following)
+
+    async def _read(self, act: Act) -> int | None:
+        if self._reads_here:
+            return self._device.free_bytes()
+        try:
+            found: int | None = await self._blocking.run(self._device.free_bytes)
+        except RankLost as error:
+            raise Halt(await self.own_failure(act, error)) from error
+        return found
+
+    # ------------------------------------------------------------------ fences
+
+    async def _wait(self, wait: Wait) -> None:
+        call = self.fences.call(self.plan, self.machine.state, wait)
+        proof = await self._prove(wait)
+        if proof.error is not None:
+            cause = RootCause(
+                kind=proof.kind,
+                ranks=(self.rank,),
+                fence=wait.fence,
+                error_type=proof.error_type,
+                error=proof.error,
+            )
+            await self.machine.fire(Kind.REFUSE, wait.fence)
+            raise Halt(cause)
+        await self.alarm.off()
+        self.fences.announce(call, free_bytes=proof.free_bytes)
+        await self.machine.fire(Kind.ARRIVE, wait.fence)
+        if self.machine.state.stage is Stage.RECOVER and (lost := self._lost_leaders(wait)):
+            await self.machine.fire(Kind.ABORT)
+            raise Halt(RootCause(kind="dead", ranks=lost, fence=wait.fence, error=_POISONED))
+        answer = await self.fences.arrive(call, free_bytes=proof.free_bytes)
+        if isinstance(answer, RootCause):
+            await self.machine.fire(Kind.ABORT)
+            raise Halt(answer)
+        self.fences.use_up((wait,))
+        ticket = self.fences.opened(call, answer)
+        await self.machine.fire(Kind.PASS, wait.fence, ticket)
+
+    def _lost_leaders(self, wait: Wait) -> tuple[Rank, ...]:
+        """Dead leaders whose part of the recovery nobody can do: the replica is poisoned."""
+        gone = [self.plan.index(rank) for rank in self.fences.gone if rank in self.plan.members]
+        return tuple(self.plan.members[at] for at in lost_leaders(self.plan, wait, gone))
+
+    async def _prove(self, wait: Wait) -> Proof:
+        """Do what the fence requires, and measure; where it requires nothing, what is known."""
+        if not _measures(wait):
+            return Proof(self._free)
+        if self._device.blocks and not (self._reads_here and not wait.established):
+            proof: Proof = await self._blocking.run(lambda: prove(self._device, wait))
+        else:
+            proof = prove(self._device, wait)
+        self._free = proof.free_bytes
+        return proof
+
+    async def _joined(self, wait: Wait) -> None:
+        call = self.fences.call(self.plan, self.machine.state, wait)
+        await self.machine.fire(Kind.ARRIVE, wait.fence)
+        word = self.fences.joined(call)
+        self.fences.use_up((wait,))
+        await self.machine.fire(Kind.PASS, wait.fence, word)
+
+    # ------------------------------------------------------------------ outside the runtime
+
+    def rest_is_outside(self) -> bool:
+        """Whether all that is left of the epoch is the caller's own."""
+        state = self.machine.state
+        if state.stage is not Stage.EPOCH or not self.caller_joins or state.status in STOPPED:
+            return False
+        steps = self.plan.programs[self.index][state.at :]
+        return all(
+            step.joined if isinstance(step, Wait) else step.phase not in self._actions
+            for step in steps
+        )
+
+    async def record_rest(self) -> None:
+        """The caller has done the rest of the epoch, or would not be here: record its word.
+
+        A failure elsewhere in the epoch is learned at its last fence, as by everybody.
+        """
+        while (here := self.here()) is not None:
+            if isinstance(here, Act):
+                await self._act(here)
+                continue
+            last = len(self.fences_left()) == 1
+            if last and (broken := await self._broken_at(here)) is not None:
+                self.fences.heard(broken)
+                self.fences.use_up((here,))
+                await self.machine.fire(Kind.ARRIVE, here.fence)
+                await self.machine.fire(Kind.ABORT)
+                return
+            await self._joined(here)
+
+    async def _broken_at(self, wait: Wait) -> Broken | None:
+        call = self.fences.call(self.plan, self.machine.state, wait)
+        verdict = await self.fences.transport.peek(call)
+        return verdict if isinstance(verdict, Broken) else None
+
+
+def _measures(step: Step) -> bool:
+    return isinstance(step, Wait) and bool(step.established or step.evidence)
+
+
+def _innermost(error: BaseException) -> str | None:
+    """The last frame of the user's code: where to look first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/phasesync/" not in frame.filename] or list(frames)
+    if not own:
+        return None
+    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}"
