@@ -17,7 +17,7 @@ from phasesync.core.plan import Plan, resolve
 from phasesync.core.protocol import ELSEWHERE, EVERYWHERE, Protocol
 from phasesync.errors import PlanError
 
-__all__ = ("Mutate", "closed", "counts", "tracked", "unclosed")
+__all__ = ("Mutate", "closed", "counts", "tracked", "tracked_plan", "unclosed")
 
 Mutate = Callable[[Plan], Plan]
 #: Faults without end: the space counts none of them where others are untracked.
@@ -47,12 +47,12 @@ def unclosed(protocol: Protocol, options: Mapping[str, OptionValue], mutate: Mut
         return "a phase reaches the devices of all ranks, so that no finite part is closed"
     if any(each.on == ELSEWHERE for each in protocol.invariants):
         return "a never speaks of other devices, so that no finite part is closed"
-    if any(not isinstance(group.size, str) for group in protocol.groups):
-        return "the size of a group is fixed in the protocol; ranks are counted out instead"
     if len(protocol.groups) > 1:
         return "ranks belong to more than one group, so that they are not interchangeable"
+    fixed = next((g.size for g in protocol.groups if isinstance(g.size, int)), None)
+    ranks = 6 if fixed is None else 3 * fixed
     try:
-        plan = mutate(resolve(protocol, counts(protocol, 6), sized(protocol, options, 3)))
+        plan = mutate(resolve(protocol, counts(protocol, ranks), sized(protocol, options, 3)))
     except PlanError as error:
         return str(error)
     found = blocks(plan)
@@ -60,11 +60,22 @@ def unclosed(protocol: Protocol, options: Mapping[str, OptionValue], mutate: Mut
         protocol.active_roles
     ):
         return "groups of ranks differ from each other"
-    for block in found:
+    for block in found if fixed is None else ():
         classes = siblings(plan, block.slots)
         if len(set(classes[1:])) > 1:
             return "members of a group are not interchangeable"
     return None
+
+
+def tracked_plan(protocol: Protocol, options: Mapping[str, OptionValue]) -> Plan:
+    """The plan whose blocks are tracked: a group of one rank, of a leader and a member who stands
+    for all, or of as many as the protocol fixes; the other groups are the token."""
+    members = 1
+    for group in protocol.groups:
+        size = options[group.size] if isinstance(group.size, str) else group.size
+        assert isinstance(size, int)
+        members = size if isinstance(group.size, int) else min(size, 2)
+    return resolve(protocol, counts(protocol, members), sized(protocol, options, members))
 
 
 def tracked(
@@ -75,18 +86,17 @@ def tracked(
     mutate: Mutate,
     budget: Budget = NO_BUDGET,
 ) -> Found:
-    """What a search of all tracked parts finds: groups of one rank, and of two or more."""
+    """What a search of all tracked parts finds."""
     total = Found()
-    size = next((options[g.size] for g in protocol.groups if isinstance(g.size, str)), 1)
-    members = 1 if size == 1 else 2
-    plan = mutate(resolve(protocol, counts(protocol, members), sized(protocol, options, members)))
+    plan = mutate(tracked_plan(protocol, options))
+    fixed = any(isinstance(group.size, int) for group in protocol.groups)
     seen: set[object] = set()
     for at, block in enumerate(blocks(plan)):
         kind = shape(plan, block.slots)
         if kind in seen:
             continue
         seen.add(kind)
-        own = len([slot for slot in block.slots if slot.rank >= 0]) > 1
+        own = not fixed and len([slot for slot in block.slots if slot.rank >= 0]) > 1
         space = Space(plan, _ALL, epochs, others=Others(world=True, own=own), only=at)
         found = search(space, budget, deadlocks=False)
         total.states += found.states

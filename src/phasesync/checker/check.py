@@ -5,11 +5,12 @@ of the options that makes a difference, no deadlock up to four ranks with one fa
 Whatever the budget did not reach is a case of its own that says so.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from phasesync.checker.anyn import Mutate, counts, sized, tracked, unclosed
+from phasesync.checker.anyn import Mutate, counts, sized, tracked, tracked_plan, unclosed
+from phasesync.checker.cover import decided, families
 from phasesync.checker.explicit import explore, judge, never_reached, vacuous
 from phasesync.checker.growth import growth
 from phasesync.checker.report import SAFETY, Assignment, Case, Report
@@ -33,6 +34,7 @@ FAULTS: Mapping[str, Faults] = {
     "restart": Faults(most=1, crash=True, restart=True),
 }
 _ONE_FAULT = "crash or fail"
+_Options: TypeAlias = dict[str, OptionValue]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +196,8 @@ class _Run:
         if all_faults:
             yield _Plain(2, two, FAULTS["hang"], "hang", epochs or 2)
             yield _Plain(2, two, FAULTS["restart"], "crash and restart", epochs or 2)
-        for options in self.assignments()[1:]:
-            if (fitted := self._fit(options, 2)) != two:
+        for fitted in self._each_family(2):
+            if fitted != two:
                 yield _Plain(2, fitted, *asked, 1, extra=True)
         yield _Plain(4, self._fit(base, 4), FAULTS["none"], "none", epochs or 2)
         yield _Plain(4, self._fit(base, 4), *asked, epochs or 1)
@@ -219,24 +221,61 @@ class _Run:
             for plain in self.plain:
                 self._explicit(plain)
             return
-        first, *rest = self.assignments()
-        reason = unclosed(self.protocol, first, self.mutate)
-        if reason is None:
-            self._any(first)
+        reason = unclosed(self.protocol, self.asked, self.mutate)
+        families_ = self._families() if reason is None else ()
+        for family in families_:
+            if self.asked in family:
+                self._any(family)
         for plain in self.plain:
             if not plain.extra:
                 self._explicit(plain)
         if reason is not None:
-            self._note(first, Undecided(bound=reason, states=0, depth=0))
-        else:
-            for options in sorted(rest, key=self._smallest_first):
-                self._any(options)
+            self._note(self.asked, Undecided(bound=reason, states=0, depth=0))
+        for family in families_:
+            if self.asked not in family:
+                self._any(family)
         for plain in self.plain:
             if plain.extra:
                 self._explicit(plain)
 
-    def _smallest_first(self, options: Mapping[str, OptionValue]) -> int:
-        """Groups of one rank take least to prove."""
+    def _families(self) -> tuple[tuple[_Options, ...], ...]:
+        """Assignments of the options by what one search answers for; groups of one rank, which
+        take least to prove, first."""
+
+        def plan_of(options: _Options) -> Plan:
+            return self.mutate(tracked_plan(self.protocol, options))
+
+        found = self._covered(self.assignments(), plan_of)
+        return tuple(sorted(found, key=lambda family: self._size(family[0])))
+
+    def _each_family(self, ranks: int) -> Iterator[_Options]:
+        """For so many ranks, assignments whose search answers for all others."""
+
+        def plan_of(options: _Options) -> Plan:
+            members = counts(self.protocol, ranks)
+            return self.mutate(resolve(self.protocol, members, options))
+
+        fitted = [self._fit(options, ranks) for options in self.assignments()]
+        yield from (family[0] for family in self._covered(fitted, plan_of))
+
+    def _covered(
+        self, all_: Iterable[_Options], plan_of: Callable[[_Options], Plan]
+    ) -> list[tuple[_Options, ...]]:
+        """Families of assignments; the first of each covers the rest."""
+        same: dict[object, list[_Options]] = {}
+        for options in all_:
+            alike = same.setdefault(decided(self.protocol, options), [])
+            if options not in alike:
+                alike.append(options)
+        groups = list(same.values())
+        heads = families([plan_of(group[0]) for group in groups])
+        found: dict[int, list[_Options]] = {head: [*groups[head]] for head in heads}
+        for at, head in enumerate(heads):
+            if at != head:
+                found[head] += groups[at]
+        return [tuple(family) for family in found.values()]
+
+    def _size(self, options: _Options) -> int:
         sizes = [options[g.size] for g in self.protocol.groups if isinstance(g.size, str)]
         return max((size for size in sizes if isinstance(size, int)), default=0)
 
@@ -289,13 +328,16 @@ class _Run:
             )
         )
 
-    def _any(self, options: dict[str, OptionValue]) -> None:
+    def _any(self, family: tuple[_Options, ...]) -> None:
+        """The first of a family, which answers for the others if it holds or time runs out."""
+        options, *rest = family
         before = self.elapsed()
         found = tracked(self.protocol, options, mutate=self.mutate, budget=self.budget())
         if found.trail is not None:
             self._candidate(options, found)
+            for each in rest:
+                self._any((each,))
             return
-        verdict = judge(found)
         self.cases.append(
             Case(
                 ranks=None,
@@ -303,9 +345,10 @@ class _Run:
                 faults="any",
                 epochs=None,
                 asks=(SAFETY,),
-                verdict=verdict,
+                verdict=judge(found),
                 elapsed_s=self._since(before),
-                extra=options != self.asked,
+                extra=self.asked not in family,
+                covers=tuple(map(_assignment, rest)),
             )
         )
 

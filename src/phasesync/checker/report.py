@@ -29,7 +29,8 @@ class Case:
     """One search: its bounds, and its verdict. `ranks` and `epochs` are None where any number is
     meant; `plan` is what a counterexample replays on; `product` is how many states those seen
     stand for where interchangeable ranks are told apart. An `extra` case is one under other options
-    than those asked for: what it finds broken counts, what it does not reach is only told."""
+    than those asked for: what it finds broken counts, what it does not reach is only told.
+    `covers` are further assignments of the options that follow from this one (checker.cover)."""
 
     ranks: int | None
     options: Assignment
@@ -39,6 +40,7 @@ class Case:
     verdict: Verdict
     elapsed_s: float | None = None
     extra: bool = False
+    covers: tuple[Assignment, ...] = ()
     product: int = 0
     plan: Plan | None = field(default=None, compare=False, repr=False)
 
@@ -53,6 +55,7 @@ class Case:
             "verdict": word(self.verdict),
             "elapsed_s": self.elapsed_s,
             "extra": self.extra,
+            "covers": [dict(each) for each in self.covers],
         }
         match self.verdict:
             case Holds(states=states, transitions=transitions, depth=depth):
@@ -168,9 +171,10 @@ class Report:
             reach = "no search for it came to its end"
         elif any(case.ranks is None for case in holding):
             asked = [case for case in cases if case.ranks is None]
-            proved = len([case for case in asked if isinstance(case.verdict, Holds)])
-            of = "" if proved == len(asked) else f"{proved} of "
-            reach = f"any N, {of}{len(asked)} option assignment{'s' * (len(asked) != 1)}"
+            many = sum(1 + len(case.covers) for case in asked)
+            proved = sum(1 + len(c.covers) for c in asked if isinstance(c.verdict, Holds))
+            of = "" if proved == many else f"{proved} of "
+            reach = f"any N, {of}{many} option assignment{'s' * (many != 1)}"
         else:
             reach = f"up to N = {max((case.ranks or 0 for case in holding), default=0)}"
         return Summary(property=name, verdict=verdict, reach=reach)
