@@ -32,7 +32,7 @@ def broken_promises(
         *_hung(survivors, host_lost),
         *_strange(survivors, host_lost),
         *_unnamed(survivors, guilty),
-        *_leaks(survivors),
+        *_leaks(survivors, host_lost),
     ]
 
 
@@ -95,7 +95,10 @@ def _names_both_sides(cause: RootCause) -> bool:
     return cause.kind in ("digest", "disagreement") and "trainer/" in (cause.error or "")
 
 
-def _leaks(survivors: Sequence[Report]) -> Iterator[str]:
+def _leaks(survivors: Sequence[Report], host_lost: bool) -> Iterator[str]:
     for report in survivors:
-        if report.ending is not None and report.ending.leaks:
+        # A connection that was being opened when the store froze ends when that answers: torch has no
+        # time-out for it, and nothing that could be cut. Its thread is nobody's any more.
+        opening = host_lost and report.life.transport == "store"
+        if report.ending is not None and report.ending.leaks and not opening:
             yield f"{report.life.rank} left behind: {report.ending.leaks}"

@@ -39,7 +39,7 @@ from tests.fences.processes import SERVER, end, rank_of, store_client
 GENERATIONS_MAX = 64
 FORKED_S = 3.0  # So long a forked child outlives its parent, with its files open.
 SKIPS_S = 0.5  # Who skips a fence is at the next one so much after the others came to this one.
-ENDING_S = 20.0  # An end within this is orderly; a store that is gone takes its time.
+ENDING_S = 8.0  # An end within this is orderly; a new connection may hang in a name service for a while.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,8 @@ class Life:
     late_s: float = 0.0
     incarnation: int = 0
     comes_back: bool = False
+    crowd: int = 0  # So many processes connect before any of them goes on.
+    index: int = 0
 
     @property
     def rank(self) -> Rank:
@@ -142,10 +144,26 @@ def board() -> Iterator[str]:
 
 def enter(life: Life, generation: int) -> None:
     """Write down that this rank enters, once."""
-    where = 8 * (generation * 64 + life.number)
+    _stamp(life, generation, life.number)
+
+
+def _stamp(life: Life, row: int, column: int) -> None:
+    where = 8 * (row * 64 + column)
     with Path(life.board).open("r+b") as file, mmap.mmap(file.fileno(), 0) as slots:
         if not any(slots[where : where + 8]):
             slots[where : where + 8] = struct.pack("d", time.monotonic())
+
+
+async def _all_here(life: Life) -> None:
+    """Nobody may be through with it all before another has come."""
+    _stamp(life, GENERATIONS_MAX - 1, life.index)
+    loop = asyncio.get_running_loop()
+    until = loop.time() + ENDING_S
+    while loop.time() < until:
+        here = entered(life.board, GENERATIONS_MAX - 1, life.crowd)
+        if all(map(math.isfinite, here)):
+            break
+        await asyncio.sleep(0.01)
 
 
 def entered(name: str, generation: int, size: int) -> tuple[float, ...]:
@@ -162,6 +180,7 @@ async def live(life: Life, endpoint: Any, tell: Callable[[Any], None]) -> None:
     """Go through the fences; after one that does not open, leave as a runtime does: aloud."""
     before, tasks = _files(), asyncio.all_tasks()
     await endpoint.connect()
+    await _all_here(life)
     lag = _Lag()
     generation = -1
     while (generation := generation + 1) < life.generations:
