@@ -5,20 +5,28 @@ ranks or more, which is named. One that survives means that the thing is decorat
 property is missing; either way its author should know.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from phasesync.checker.anyn import Mutate, counts, sized
 from phasesync.checker.explicit import explore
-from phasesync.checker.report import Case, word
+from phasesync.checker.report import Case
 from phasesync.checker.search import Budget
 from phasesync.core.kernel import Faults
 from phasesync.core.model import OptionValue
 from phasesync.core.options import assignments
 from phasesync.core.plan import Act, Defect, Plan, Scope, Step, Wait, resolve
-from phasesync.core.protocol import FenceDecl, PhaseDecl, Protocol, Verb
-from phasesync.core.verdict import DEADLOCK, SOMETIMES, Undecided, Violated
+from phasesync.core.protocol import (
+    DEVICE,
+    ELSEWHERE,
+    FenceDecl,
+    InvariantKind,
+    PhaseDecl,
+    Protocol,
+    Verb,
+)
+from phasesync.core.verdict import DEADLOCK, SOMETIMES, Holds, Undecided, Violated
 from phasesync.errors import PlanError
 
 __all__ = (
@@ -34,13 +42,18 @@ __all__ = (
 
 
 class Mutation(NamedTuple):
-    """One planted mistake; `ranks` is how many ranks of one group it takes to plant it."""
+    """One planted mistake; `ranks` is how many ranks of one group it takes to plant it.
+
+    `fence` and `arrival` say which arrival was left out, where that is the mistake.
+    """
 
     name: str
     mutate: Mutate
     ranks: int = 2
     may_survive: bool = False
     restarts: bool = False
+    fence: str = ""
+    arrival: str = ""
 
 
 # --------------------------------------------------------------------------- mistakes in plans
@@ -138,8 +151,8 @@ def _swap(program: tuple[Step, ...], one: str, two: str) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _left_out(fence: str, place: int) -> Mutate:
-    """In every instance of its scope the fence goes on without the member at `place`."""
+def _left_out(fence: str, role: str, place: int) -> Mutate:
+    """In every instance of its scope the fence goes on without that member of the role."""
 
     def mutate(plan: Plan) -> Plan:
         found, first = _alone(plan)
@@ -151,11 +164,13 @@ def _left_out(fence: str, place: int) -> Mutate:
             if wait is None:
                 return program
             members = plan.scopes[wait.scope].members
-            if rank == members[min(place, len(members) - 1)]:
+            own = [member for member in members if plan.members[member].role == role]
+            left = own[min(place, len(own) - 1)] if own else None
+            if rank == left:
                 return _scoped(program, fence, first + rank)
             if wait.scope not in fewer:
-                rest = tuple(m for m in members if m != members[min(place, len(members) - 1)])
                 fewer[wait.scope] = len(scopes)
+                rest = tuple(member for member in members if member != left)
                 scopes.append(Scope(f"fewer/{wait.scope}", rest))
             return _scoped(program, fence, fewer[wait.scope])
 
@@ -243,29 +258,106 @@ def mutations(protocol: Protocol) -> tuple[Mutation, ...]:
 
 
 def _mutations(protocol: Protocol) -> Iterator[Mutation]:
+    names = tuple(dict.fromkeys(fence.name for fence in protocol.fences))
+    for name in names:
+        yield Mutation(f"fence {name} dropped", without_fence(name))
     for fence in protocol.fences:
-        yield Mutation(f"fence {fence.name} dropped", without_fence(fence.name))
+        yield from _one_less(fence)
     for fence in protocol.fences:
-        for place, who in ((0, "the leader"), (1, "a member")):
-            name = f"fence {fence.name} without {who}"
-            yield Mutation(name, _left_out(fence.name, place), 3, may_survive=True)
-    for fence in protocol.fences:
-        for precondition in fence.established:
-            name = f"fence {fence.name} without {precondition}"
-            yield Mutation(name, _unprepared(fence.name, precondition))
+        for precondition in fence.established if _enqueues(protocol, fence) else ():
+            said = f"fence {fence.name} without {precondition}"
+            yield Mutation(said, _unprepared(fence.name, precondition))
     yield from _misplaced(protocol)
-    for fence in protocol.fences:
-        yield Mutation(f"fence {fence.name} for leaders only", _leaders_only(fence.name))
+    for each in names:
+        yield Mutation(f"fence {each} for leaders only", _leaders_only(each))
     for phase in protocol.phases:
         if any(effect.verb is Verb.ACQUIRES for effect in phase.effects):
             yield Mutation(f"{phase.name} swallowed", _swallowed(phase.name))
     for defect in Defect:
+        if _MISTAKEN.get(defect, _always)(protocol):
+            restarts = defect in (Defect.NO_FLOOR, Defect.RESTARTS_EARLY)
+            yield Mutation(defect.value, _defective(defect), restarts=restarts)
+
+
+def _enqueues(protocol: Protocol, fence: FenceDecl) -> bool:
+    """Whether anything is enqueued that the fence could wait for; else it establishes nothing."""
+    enqueued = False
+    for step in protocol.steps:
+        match step:
+            case PhaseDecl():
+                enqueued = enqueued or step.enqueued
+            case FenceDecl():
+                if step is fence:
+                    return enqueued
+                enqueued = enqueued and not step.established
+    return False
+
+
+def _one_less(fence: FenceDecl) -> Iterator[Mutation]:
+    """The fence on all ranks but one, each left out in turn: three make a group here."""
+    for place in range(3):
+        who = f"{fence.role}/{place}"
         yield Mutation(
-            defect.value,
-            _defective(defect),
-            may_survive=not protocol.recover,
-            restarts=defect in (Defect.NO_FLOOR, Defect.RESTARTS_EARLY),
+            f"fence {fence.name} without {who}",
+            _left_out(fence.name, fence.role, place),
+            ranks=3,
+            may_survive=True,
+            fence=fence.name,
+            arrival=who,
         )
+
+
+def _always(_: Protocol) -> bool:
+    return True
+
+
+def _shares(protocol: Protocol) -> bool:
+    """Whether a rank reaches other ranks' devices at all."""
+    return any(isinstance(group.size, str) or group.size > 1 for group in protocol.groups)
+
+
+def _owned(protocol: Protocol) -> frozenset[str]:
+    """Resources of those who arrive at fences, which an abort could touch."""
+    return frozenset(r.name for r in protocol.resources if r.owner in protocol.active_roles)
+
+
+def _reached(protocol: Protocol) -> frozenset[str]:
+    """Resources that a rank touches on other devices than its own."""
+    if not _shares(protocol):
+        return frozenset()
+    far = (effect for phase in protocol.phases for effect in phase.effects)
+    return frozenset(effect.resource for effect in far if effect.reach != DEVICE)
+
+
+def _lends(protocol: Protocol) -> bool:
+    """Whether others read what a rank has: only then is it wrong to release it in an abort."""
+    return bool(_owned(protocol) & _reached(protocol))
+
+
+def _excludes(protocol: Protocol) -> bool:
+    """Whether what a rank had could meet what others map: only then may it not take it back."""
+    own, reached = _owned(protocol), _reached(protocol)
+    for each in protocol.invariants:
+        if each.kind is not InvariantKind.NEVER or not own & set(each.resources):
+            continue
+        if each.on == ELSEWHERE or reached & set(each.resources):
+            return True
+    return False
+
+
+def _goes_on(protocol: Protocol) -> bool:
+    """Whether a phase follows a fence: only then can a fence be open that a failure comes after."""
+    fences = [at for at, step in enumerate(protocol.steps) if isinstance(step, FenceDecl)]
+    phases = [at for at, step in enumerate(protocol.steps) if isinstance(step, PhaseDecl)]
+    return bool(fences and phases) and min(fences) < max(phases)
+
+
+#: What has to be so in a protocol for a runtime's mistake to be one there.
+_MISTAKEN: Mapping[Defect, Callable[[Protocol], bool]] = {
+    Defect.ABORT_TAKES: _excludes,
+    Defect.ABORT_RELEASES: _lends,
+    Defect.LATE_ABORT: _goes_on,
+}
 
 
 def _misplaced(protocol: Protocol) -> Iterator[Mutation]:
@@ -291,6 +383,8 @@ class Mutant:
     tried: int
     may_survive: bool = False
     bound: str | None = None
+    fence: str = ""
+    arrival: str = ""
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -317,22 +411,41 @@ class Survey:
     def undecided(self) -> tuple[Mutant, ...]:
         return tuple(mutant for mutant in self.mutants if mutant.bound is not None)
 
+    @property
+    def carries(self) -> tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]:
+        """For each fence: the arrivals that carry its guarantee, and those it does without.
+
+        Without the one a run goes wrong; the other was left out and nothing was found.
+        """
+        found: dict[str, tuple[list[str], list[str]]] = {}
+        for mutant in self.mutants:
+            if mutant.fence and mutant.bound is None:
+                needed, idle = found.setdefault(mutant.fence, ([], []))
+                (idle if mutant.refuted is None else needed).append(mutant.arrival)
+        return tuple((fence, tuple(one), tuple(two)) for fence, (one, two) in found.items())
+
     def to_json(self) -> dict[str, object]:
         return {
             "mutate": 1,
             "protocol": self.protocol,
             "mutants": [mutant.to_json() for mutant in self.mutants],
             "survivors": [mutant.mutation for mutant in self.survivors],
+            "undecided": [mutant.mutation for mutant in self.undecided],
+            "arrivals": [
+                {"fence": fence, "carry": list(needed), "idle": list(idle)}
+                for fence, needed, idle in self.carries
+            ],
         }
 
 
-_MENU = (
+_Menu: TypeAlias = tuple[tuple[Faults, str, int], ...]
+_MENU: _Menu = (
     (Faults(), "none", 1),
     (Faults(most=1, crash=True, fail=True), "crash or fail", 1),
     (Faults(), "none", 2),
     (Faults(most=1, crash=True, fail=True), "crash or fail", 2),
 )
-_RESTARTS = ((Faults(most=1, crash=True, restart=True), "crash and restart", 2),)
+_RESTARTS: _Menu = ((Faults(most=1, crash=True, restart=True), "crash and restart", 2),)
 
 
 def survey(
@@ -355,39 +468,109 @@ def survey(
     return Survey(protocol=protocol.name, mutants=mutants)
 
 
+class _Try(NamedTuple):
+    """One search for a run that refutes a mutation."""
+
+    plan: Plan
+    options: Mapping[str, OptionValue]
+    faults: Faults
+    said: str
+    epochs: int
+
+
+#: All tries are looked at briefly before any is looked at for long: most mistakes show soon.
+_PASSES = (5_000, 50_000, 5_000_000)
+
+
+def _tries(
+    protocol: Protocol, spans: list[dict[str, OptionValue]], mutation: Mutation
+) -> Iterator[_Try]:
+    """Every plan that the mutation changes, once; a mistake may take one rank more to show."""
+    seen: set[object] = set()
+    for span in spans:
+        for menu, ranks in _menus(mutation):
+            options = sized(protocol, span, ranks)
+            sound = resolve(protocol, counts(protocol, ranks), options)
+            plan = mutation.mutate(sound)
+            if plan == sound or (key := _essence(plan)) in seen:
+                continue
+            seen.add(key)
+            for faults, said, epochs in menu:
+                yield _Try(plan, options, faults, said, epochs)
+
+
+def _menus(mutation: Mutation) -> tuple[tuple[_Menu, int], ...]:
+    if mutation.restarts:
+        return ((_RESTARTS, mutation.ranks),)
+    return ((_MENU, mutation.ranks), (_MENU[:2], mutation.ranks + 1))
+
+
+def _essence(plan: Plan) -> tuple[object, ...]:
+    """What of a plan a search sees: not the options' names, nor scopes where nobody waits."""
+    waits = {step.scope for program in plan.programs for step in program if isinstance(step, Wait)}
+    scopes = tuple(plan.scopes[at].members if at in waits else () for at in range(max(waits) + 1))
+    programs = tuple(
+        tuple(
+            step._replace(scope=scopes.index(scopes[step.scope]))
+            if isinstance(step, Wait)
+            else step
+            for step in program
+        )
+        for program in plan.programs
+    )
+    return programs, frozenset(scopes), plan.recover, plan.start, plan.never, plan.defects
+
+
 def _mutant(
     protocol: Protocol, spans: list[dict[str, OptionValue]], mutation: Mutation, budget: Budget
 ) -> Mutant:
-    tried, bound = 0, None
-    seen: list[dict[str, OptionValue]] = []
-    for span in spans:
-        options = sized(protocol, span, mutation.ranks)
-        if options in seen:
-            continue
-        seen.append(options)
-        for faults, said, epochs in _RESTARTS if mutation.restarts else _MENU:
-            members = counts(protocol, mutation.ranks)
-            plan = mutation.mutate(resolve(protocol, members, options))
-            verdict, _ = explore(plan, faults, epochs, budget=budget, shortest=False)
-            tried += 1
-            if isinstance(verdict, Undecided):
-                bound = verdict.bound
-            if isinstance(verdict, Violated):
-                case = Case(
-                    ranks=len(plan.members),
-                    options=tuple(sorted(options.items())),
-                    faults=said,
-                    epochs=epochs,
-                    asks=("safety", DEADLOCK, SOMETIMES),
-                    verdict=verdict,
-                    plan=plan,
-                )
-                assert word(verdict) == "violated"
-                return Mutant(mutation=mutation.name, refuted=case, tried=tried)
+    left: Iterable[_Try] = _tries(protocol, spans, mutation)
+    tried = 0
+    refuted: Case | None = None
+    bound: str | None = None
+    for states_max in _PASSES:
+        few = replace(budget, states_max=min(states_max, budget.states_max))
+        ended, left, refuted, bound = _looked(left, few)
+        tried += ended
+        if refuted is not None or not left:
+            break
     return Mutant(
         mutation=mutation.name,
-        refuted=None,
+        refuted=refuted,
         tried=tried,
         may_survive=mutation.may_survive,
-        bound=bound,
+        bound=None if refuted is not None else bound,
+        fence=mutation.fence,
+        arrival=mutation.arrival,
+    )
+
+
+def _looked(
+    tries: Iterable[_Try], budget: Budget
+) -> tuple[int, list[_Try], Case | None, str | None]:
+    """How many tries came to an end, those that did not, the one that refutes, and the bound."""
+    ended, bound = 0, None
+    left: list[_Try] = []
+    for each in tries:
+        verdict, _ = explore(each.plan, each.faults, each.epochs, budget=budget, shortest=False)
+        match verdict:
+            case Undecided():
+                left.append(each)
+                bound = verdict.bound
+            case Violated():
+                return ended + 1, left, _case(each, verdict), None
+            case Holds():
+                ended += 1
+    return ended, left, None, bound
+
+
+def _case(tried: _Try, verdict: Violated) -> Case:
+    return Case(
+        ranks=len(tried.plan.members),
+        options=tuple(sorted(tried.options.items())),
+        faults=tried.said,
+        epochs=tried.epochs,
+        asks=("safety", DEADLOCK, SOMETIMES),
+        verdict=verdict,
+        plan=tried.plan,
     )

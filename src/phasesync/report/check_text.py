@@ -127,11 +127,20 @@ def survey_lines(survey: Survey) -> tuple[str, ...]:
             odd = _unusual(mutant.refuted)
             note += f", {odd}" if odd else ""
         lines.append(f"  {mutant.mutation:<{width}}  {note}")
+    for fence, needed, idle in survey.carries:
+        lines.append(f"arrivals that carry {fence}: {_arrivals(needed, idle)}")
     count = len(survey.survivors)
     if survey.undecided:
         lines.append(f"{len(survey.undecided)} undecided: give it more --time-limit")
     lines.append("no survivor" if not count else f"{count} survive: decoration, or no property")
     return tuple(lines)
+
+
+def _arrivals(needed: Sequence[str], idle: Sequence[str]) -> str:
+    if not idle:
+        return "all"
+    without = f"; it does without {', '.join(idle)}"
+    return (", ".join(needed) or "none that was left out") + without
 
 
 def _unusual(case: Case) -> str:
