@@ -97,8 +97,8 @@ def _names_both_sides(cause: RootCause) -> bool:
 
 def _leaks(survivors: Sequence[Report], host_lost: bool) -> Iterator[str]:
     for report in survivors:
-        # A connection that was being opened when the store froze ends when that answers: torch has no
-        # time-out for it, and nothing that could be cut. Its thread is nobody's any more.
+        # A connection that was being opened when the store froze ends when that answers: torch has
+        # no time-out for it, and shows nothing to cut. Its thread is nobody's any more.
         opening = host_lost and report.life.transport == "store"
         if report.ending is not None and report.ending.leaks and not opening:
             yield f"{report.life.rank} left behind: {report.ending.leaks}"

@@ -39,7 +39,7 @@ from tests.fences.processes import SERVER, end, rank_of, store_client
 GENERATIONS_MAX = 64
 FORKED_S = 3.0  # So long a forked child outlives its parent, with its files open.
 SKIPS_S = 0.5  # Who skips a fence is at the next one so much after the others came to this one.
-ENDING_S = 8.0  # An end within this is orderly; a new connection may hang in a name service for a while.
+ENDING_S = 8.0  # An end within this is orderly: a name service may hold a line up.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,10 +322,15 @@ def _signalled(number: int) -> Callable[[Life, Any, FenceCall], Awaitable[Any]]:
     """The signal comes before the arrival."""
 
     async def act(life: Life, endpoint: Any, call: FenceCall) -> Any:
-        os.kill(os.getpid(), number)
+        signal_self(number)
         return await _well(life, endpoint, call)
 
     return act
+
+
+def signal_self(number: int) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(0.05)  # It is another thread that takes the signal: this one would run on meanwhile.
 
 
 def _signalled_at_point(number: int) -> Callable[[Life, Any, FenceCall], Awaitable[Any]]:
@@ -339,7 +344,7 @@ def _signalled_at_point(number: int) -> Callable[[Life, Any, FenceCall], Awaitab
             nonlocal left
             left -= 1
             if left == -1:
-                os.kill(os.getpid(), number)
+                signal_self(number)
 
         POINTS[life.transport](operation)
         return await _well(life, endpoint, call)
@@ -388,7 +393,7 @@ async def _forks(life: Life, endpoint: Any, call: FenceCall) -> Any:
     os.close(write)
     if "is process" not in said:
         raise FenceError(f"the fork said {said!r}")
-    os.kill(os.getpid(), signal.SIGKILL)
+    signal_self(signal.SIGKILL)
 
 
 async def _older(life: Life, endpoint: Any, call: FenceCall) -> Any:

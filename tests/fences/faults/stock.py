@@ -14,7 +14,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.fences.faults.ranks import SKIPS_S, Life, Record, enter
+from tests.fences.faults.ranks import SKIPS_S, Life, Record, signal_self, enter
 from tests.fences.processes import store_client
 
 __all__ = ("STOCK", "process")
@@ -124,7 +124,7 @@ def _late(life: Life) -> bool:
 
 def _signalled(number: int) -> Callable[[Life], bool]:
     def act(_: Life) -> bool:
-        os.kill(os.getpid(), number)
+        signal_self(number)
         return True
 
     return act

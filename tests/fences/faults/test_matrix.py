@@ -1,0 +1,50 @@
+"""Our column of the fault matrix: nobody passes alone, and every rank is told who it was."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fences.faults.matrix import COLUMNS, HOST_ACTS, OURS, Cell, actors_if, cell, play
+
+DEADLINE_S = 2.0
+SOON_S = 1.0  # What nobody waits a deadline for, on a busy machine.
+AT_ONCE = ("killed", "exits", "fails", "options", "host killed")
+NOT_TOLD = ("killed", "exits")  # Whoever is dead is told nothing.
+
+
+def cells_of(mechanism: str) -> Iterator[Cell]:
+    with actors_if(mechanism == "phasesync ray") as actors:
+        yield from play([mechanism], list(COLUMNS), deadline_s=DEADLINE_S, actors=actors)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mechanism", OURS)
+def test_every_fault_of_the_matrix(mechanism: str) -> None:
+    if mechanism == "phasesync ray" and importlib.util.find_spec("ray") is None:
+        if os.environ.get("CI"):
+            pytest.fail("the matrix needs Ray: pip install -c constraints.txt ray")
+        pytest.skip("Ray is not installed: pip install 'phasesync[ray]'")
+    for each in cells_of(mechanism):
+        said = f"{mechanism}, {each.fault}: {each}; {each.said}"
+        assert not each.hung, said
+        assert not each.passed, said
+        assert each.waited_s < DEADLINE_S + 1.5, said
+        if each.fault in AT_ONCE:
+            assert each.waited_s < SOON_S, said
+        if each.fault in HOST_ACTS:
+            assert len(each.lost) == 3, said
+            assert each.told == 0, said
+        else:
+            expected = 3 if each.fault in NOT_TOLD else 4
+            assert (each.named, each.told) == (expected, expected), said
+        assert each.usable in (None, True), said
+
+
+@pytest.mark.parametrize("mechanism", ["elastic store barrier", "Store.barrier()"])
+def test_a_stock_store_barrier_lets_a_late_rank_pass_alone(mechanism: str) -> None:
+    """What the table is about: when torch mends this, the table says so no longer."""
+    late = cell(mechanism, "late", deadline_s=1.0)
+    assert late.split, late
+    assert late.passed == (2,)
