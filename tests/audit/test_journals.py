@@ -9,12 +9,13 @@ import pytest
 
 from phasesync import logs
 from phasesync.audit import Answer
-from phasesync.audit.replay import EpochFile, audit_journals
+from phasesync.audit.replay import audit_journals
 from phasesync.audit.rounds import unordered
 from phasesync.core.plan import resolve
 from phasesync.core.protocol import FenceDecl, PhaseDecl, Protocol
 from phasesync.report.audit import audit_paths
 from phasesync.spec import load
+from tests.audit.accidents import Accident, fenced, unfenced
 from tests.runtime.world import World
 
 FENCES = [step.name for step in load("colocated").steps if isinstance(step, FenceDecl)]
@@ -35,8 +36,8 @@ def without(protocol: Protocol, fence: str, *, prompt: bool = False) -> Protocol
 def audited(folder: Path, protocol: Protocol) -> Answer:
     files = logs.sources([folder])
     members = [name for each in files for name in each.members]
-    streams = [EpochFile(each.name, logs.epochs(each.path)) for each in files]
-    return audit_journals("run", streams, members, lambda _name: protocol)
+    with logs.reading(files) as ranks:
+        return audit_journals("run", ranks, members, lambda _name: protocol)
 
 
 def run(
@@ -80,6 +81,40 @@ def test_with_the_fence_there_is_no_luck(tmp_path: Path, seed: int) -> None:
     answer = run(tmp_path, load("colocated"), {(0, "empty_cache"): 0.02 + seed / 1000})
     assert answer.verdict == "ok"
     assert not answer.findings
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("kind", "call"), [("all_reduce", "dist.all_reduce"), ("slow", "empty_cache")]
+)
+def test_an_accidental_fence_is_named(tmp_path: Path, kind: str, call: str, seed: int) -> None:
+    """The device is synchronised in a phase that says so, and a call orders the ranks."""
+    world = Accident(2, tmp_path, protocol=unfenced(), epochs=3, seed=seed, kind=kind)
+    asyncio.run(world.go())
+    answer = audited(tmp_path, unfenced())
+    assert answer.verdict == "ok", answer.because
+    lucky = [found["what"] for found in answer.findings if "accident" in found["what"]]
+    named = [what for what in lucky if "resume_kv of trainer/0" in what and "trainer/1" in what]
+    assert named
+    assert all(repr(call) in what for what in named)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", ["all_reduce", "slow"])
+def test_beside_the_real_fence_the_same_call_is_no_accident(
+    tmp_path: Path, kind: str, seed: int
+) -> None:
+    world = Accident(2, tmp_path, protocol=fenced(), epochs=3, seed=seed, kind=kind)
+    asyncio.run(world.go())
+    answer = audited(tmp_path, fenced())
+    assert (answer.verdict, answer.findings) == ("ok", ())
+
+
+def test_without_a_word_of_the_device_the_releases_have_not_happened(tmp_path: Path) -> None:
+    """The same order of calls, and nothing says that what was enqueued is done."""
+    protocol = unfenced()
+    answer = run(tmp_path, protocol, {(0, "empty_cache"): 0.05})
+    assert (answer.verdict, answer.rule) == ("violation", "R-FENCE")
 
 
 def test_fences_alone_order_the_shipped_protocol() -> None:

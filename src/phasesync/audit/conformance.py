@@ -6,7 +6,7 @@ forbid. Ranks are ordered by their own lines and by the fences that they passed;
 clock orders two of them, the answer says so.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,6 +116,10 @@ class Conformance:
                 f"the run was made with another {protocol.name!r} than the one it is judged by "
                 f"(digests {str(line.get('digest'))[:12]} and {plan.digest[:12]})",
             )
+        self.follow(plan, where)
+
+    def follow(self, plan: Plan, where: Evidence) -> None:
+        """Judge by `plan` from here on, with all memory as it is at the start of an epoch."""
         self._plan = plan
         self._index = {(rank.role, rank.number): at for at, rank in enumerate(plan.members)}
         self._ranks = {who: _Seen(RankState(), where) for who in range(len(plan.members))}
@@ -172,6 +176,14 @@ class Conformance:
     def _end(self, at: int, who: int, seen: _Seen, line: Mapping[str, Any]) -> None:
         self._over(who, seen, line, Kind.END, Moment.END)
 
+    def _progress(self, at: int, who: int, seen: _Seen, line: Mapping[str, Any]) -> None:
+        """Inside a phase its rank can say that its device has done all that was enqueued."""
+        if line.get("device_complete") is not True or seen.act is None:
+            return
+        own = (touch.cell for touch in seen.act.touches if touch.verb is Verb.RELEASES)
+        self._synchronised(who, {*seen.state.pending, *own}, int(line.get("seq", 0)))
+        seen.state = seen.state._replace(pending=())
+
     def _fail(self, at: int, who: int, seen: _Seen, line: Mapping[str, Any]) -> None:
         self._over(who, seen, line, Kind.FAIL, Moment.FAIL)
 
@@ -187,6 +199,18 @@ class Conformance:
         self._touch(who, act, moment, seen.state.epoch, seq)
         if refusal(plan, who, seen.state, kind, act.phase) is None:
             seen.state = advance(plan, who, seen.state, kind, act.phase)
+        if kind is Kind.END and line.get("device_complete") is True:
+            self._synchronised(who, seen.state.pending, seq)
+            seen.state = seen.state._replace(pending=())
+
+    def _synchronised(self, who: int, pending: Iterable[int], seq: int) -> None:
+        """What a rank had enqueued has happened."""
+        assert self._plan is not None
+        for number in pending:
+            self._cells[number] = apply(
+                self._plan, self._cells[number], Touch(Verb.RELEASES, number), Moment.SYNC, 0
+            )
+            self._held_by[number] = (who, seq)
 
     def _arrive(self, at: int, who: int, seen: _Seen, line: Mapping[str, Any]) -> None:
         assert self._plan is not None
@@ -206,11 +230,7 @@ class Conformance:
         pending = seen.state.pending
         seen.state = advance(self._plan, who, seen.state, Kind.ARRIVE, fence)
         if "device_synchronised" in wait.established:
-            for number in pending:
-                self._cells[number] = apply(
-                    self._plan, self._cells[number], Touch(Verb.RELEASES, number), Moment.SYNC, 0
-                )
-                self._held_by[number] = (who, int(line.get("seq", 0)))
+            self._synchronised(who, pending, int(line.get("seq", 0)))
 
     def _pass(self, at: int, who: int, seen: _Seen, line: Mapping[str, Any]) -> None:
         assert self._plan is not None
@@ -461,6 +481,7 @@ _HANDLERS: dict[str, Callable[[Conformance, int, int, _Seen, Mapping[str, Any]],
     "recover.begin": Conformance._recover,
     "phase.start": Conformance._start,
     "phase.end": Conformance._end,
+    "phase.progress": Conformance._progress,
     "phase.fail": Conformance._fail,
     "fence.arrive": Conformance._arrive,
     "fence.pass": Conformance._pass,

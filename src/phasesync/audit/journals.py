@@ -21,9 +21,9 @@ from phasesync.audit.auditor import Audit
 from phasesync.audit.clocks import Clocks
 from phasesync.audit.conformance import Conformance
 from phasesync.audit.events import EMPTY, Event, Header, text_of
+from phasesync.audit.gist import Block, Gist
 from phasesync.audit.luck import Luck
 from phasesync.audit.merge import instance_of
-from phasesync.audit.rounds import Block
 from phasesync.audit.rules.base import Rule
 from phasesync.audit.rules.payload import Exclusive, Lifetime
 from phasesync.audit.rules.residue import Drift
@@ -53,6 +53,7 @@ EVENTS: Final = frozenset(
         "phase.start",
         "plan",
         "rank.exit",
+        "rank.stacks",
         "rank.start",
         "recover.begin",
         "recover.end",
@@ -223,16 +224,66 @@ class JournalAudit:
         else:
             self._note(f"{name}: line {seq} again; the same journal twice?", where, SUSPECTED)
 
-    def skip(self, name: str, file: str, block: Block) -> None:
+    def skip(self, name: str, block: Block) -> None:
         """Take in an epoch of a rank that was judged as a whole."""
+        gist = block.gist
+        assert gist is not None
         rank = self._ranks.setdefault(name, _Rank())
-        number, line = block.lines[-1]
-        rank.seq = line["seq"]
-        rank.epoch = line["epoch"]
-        rank.last = Evidence(file, number)
+        rank.seq, rank.incarnation = gist.seq + gist.count - 1, gist.incarnation
+        rank.epoch = gist.epoch
+        rank.last = Evidence(block.file, block.last)
         rank.status, rank.phase, rank.stopped = "ended", None, False
-        self.at += len(block.lines)
-        self.audit.events += len(block.lines)
+        self.at += gist.count
+        self.audit.events += gist.count
+
+    def position(self, name: str) -> tuple[int, int]:
+        """The incarnation of a rank's last line, and its number."""
+        rank = self._ranks.setdefault(name, _Rank())
+        return rank.incarnation, rank.seq
+
+    def omit(self, name: str, block: Block) -> None:
+        """Leave out a block of a rank, but for where it ends."""
+        rank = self._ranks.setdefault(name, _Rank())
+        for raw in block.lines():
+            if raw.data is not None:
+                seq, incarnation = raw.data.get("seq"), raw.data.get("incarnation", 0)
+                rank.seq = seq if type(seq) is int else rank.seq
+                rank.incarnation = incarnation if type(incarnation) is int else rank.incarnation
+        rank.last = Evidence(block.file, block.last)
+
+    def rotated(self, epoch: int) -> None:
+        """Say that epochs up to `epoch` are not judged: some ranks do not have them any more."""
+        self.audit.add(
+            Finding(
+                rule=None,
+                strength=NOTE,
+                at=1 << 60,
+                because=(
+                    f"the epochs up to {epoch} were rotated away (keep_epochs, max_bytes); what "
+                    "is left begins behind them"
+                ),
+            )
+        )
+
+    def trial(self, sample: Iterable[tuple[str, Gist]]) -> "JournalAudit":
+        """An audit of some ranks apart, under the same plan, from where their epoch begins."""
+        assert self.conformance is not None
+        assert self.conformance.plan is not None
+        ranks = dict(sample)
+        trial = JournalAudit(self.run, ranks, lambda _name: None)
+        assert trial.conformance is not None
+        trial.conformance.follow(self.conformance.plan, Evidence(self.run, 0))
+        trial._planned = True
+        trial.audit.facts.members.update(self.audit.facts.members)
+        for name, gist in ranks.items():
+            rank = trial._ranks[name] = _Rank()
+            rank.seq, rank.incarnation = gist.seq - 1, gist.incarnation
+        return trial
+
+    def is_clean(self) -> bool:
+        """Whether nothing at all was found so far."""
+        facts = self.audit.facts
+        return not self.oddities() and not any(rule.finish(facts) for rule in self.audit.rules)
 
     def oddities(self) -> int:
         """How much there is to say so far; an epoch that adds nothing to it was as it should be."""
@@ -307,6 +358,8 @@ class JournalAudit:
                 self._luck.started(name, phase, where)
             elif kind == "end":
                 self._luck.ended(name, phase, where)
+            elif kind == "progress" and isinstance(line.get("call"), str):
+                self._luck.called(name, line["call"][:80])
         attrs: dict[str, Any] | Mapping[str, Any] = EMPTY
         if kind != "progress":
             attrs = {key: line[key] for key in _KEPT if key in line}
@@ -683,6 +736,7 @@ _TAKERS: Final[dict[str, _Taker]] = {
     "epoch.end": JournalAudit._end,
     "recover.begin": JournalAudit._other,
     "recover.end": JournalAudit._other,
+    "rank.stacks": JournalAudit._other,
     "rank.start": JournalAudit._start,
     "rank.exit": JournalAudit._exit,
     "plan": JournalAudit._plan,

@@ -7,6 +7,7 @@ does: nobody passes before all who were judged have arrived. Clocks between host
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from heapq import heapify, heappop, heappush
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from phasesync.audit.traces import RawLine
@@ -16,6 +17,8 @@ __all__ = ("Merge", "Stream", "instance_of", "wall_ns")
 _FAR: Final = (
     5_000_000_000  # ns; a host whose clocks disagree by more was restarted between two files
 )
+
+NOBODY: Final[Mapping[str, int]] = MappingProxyType({})
 
 _Instance = tuple[object, object, object]
 
@@ -28,9 +31,18 @@ class Stream(NamedTuple):
 
 
 class Merge:
-    """Iterate over it for (file, line number, line); `bad` is told of lines that are none."""
+    """Iterate over it for (file, line number, line); `bad` is told of lines that are none.
 
-    def __init__(self, streams: Sequence[Stream], bad: Callable[[str, RawLine], None]) -> None:
+    `absent` says how many members of a scope have no stream here, where that is on purpose.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        bad: Callable[[str, RawLine], None],
+        absent: Mapping[str, int] = NOBODY,
+    ) -> None:
+        self._absent = absent
         self._names = [stream.name for stream in streams]
         self._sources = [iter(stream.lines) for stream in streams]
         self._bad = bad
@@ -39,8 +51,8 @@ class Merge:
         self._came: dict[_Instance, dict[tuple[object, object], None]] = {}
         self._went: dict[_Instance, int] = {}
         self._parked: dict[_Instance, list[tuple[int, int]]] = {}
-        self._heads: list[tuple[int, dict[str, Any]] | None] = [None] * len(streams)
-        self.unproven: dict[_Instance, int] = {}
+        self._heads: list[tuple[int, dict[str, Any], str] | None] = [None] * len(streams)
+        self._unproven: dict[_Instance, None] = {}
 
     def __iter__(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
         heap: list[tuple[int, int]] = []
@@ -49,20 +61,20 @@ class Merge:
             if key is not None:
                 heap.append((key, index))
         heapify(heap)
-        names, heads = self._names, self._heads
+        heads = self._heads
         while heap or self._parked:
             key, index = heappop(heap) if heap else self._give_up()
             while True:
                 head = heads[index]
                 assert head is not None
-                number, line = head
+                number, line, file = head
                 event = line.get("event")
                 if event == "fence.pass" and not self._proven(line, key, index):
                     break
                 if event == "fence.arrive":
                     for released in self._arrived(line):
                         heappush(heap, released)
-                yield names[index], number, line
+                yield file, number, line
                 following = self._advance(index)
                 if following is None:
                     break
@@ -75,9 +87,13 @@ class Merge:
         """Read the next line of one file into its head; its key, or None at the end."""
         for raw in self._sources[index]:
             if raw.data is None:
-                self._bad(self._names[index], raw)
+                self._bad(raw.file or self._names[index], raw)
                 continue
-            self._heads[index] = (raw.number, raw.data)
+            file = raw.file or self._names[index]
+            before = self._heads[index]
+            if before is not None and before[2] != file:
+                self._own[index] = None  # Another process, and it may be of another boot.
+            self._heads[index] = (raw.number, raw.data, file)
             return self._key(index, raw.data)
         self._heads[index] = None
         return None
@@ -102,16 +118,17 @@ class Merge:
         """Whether all who were judged at this fence have been seen to arrive; else it waits."""
         count = _count_on(line)
         instance = instance_of(line)
-        if type(count) is not int or instance in self.unproven:
+        if type(count) is not int or instance in self._unproven:
             return True
+        count -= self._absent.get(str(instance[1]), 0)
         if len(self._came.get(instance, ())) >= count:
             went = self._went[instance] = self._went.get(instance, 0) + 1
             if went >= count:
                 self._came.pop(instance, None)
                 self._went.pop(instance, None)
-                self.unproven[instance] = 0
-                if len(self.unproven) > 4096:
-                    self.unproven.pop(next(iter(self.unproven)))
+                self._unproven[instance] = None
+                if len(self._unproven) > 4096:
+                    self._unproven.pop(next(iter(self._unproven)))
             return True
         self._parked.setdefault(instance, []).append((key, index))
         return False
@@ -127,7 +144,8 @@ class Merge:
         if not waiting:
             return []
         head = self._heads[waiting[0][1]]
-        return self._parked.pop(instance) if len(came) >= _count(head) else []
+        needed = _count(head) - self._absent.get(str(instance[1]), 0)
+        return self._parked.pop(instance) if len(came) >= needed else []
 
     def _give_up(self) -> tuple[int, int]:
         """Nobody else can go on: let the earliest pass go unproven, for a log is missing."""
@@ -136,8 +154,7 @@ class Merge:
         waiting.remove(first)
         if not waiting:
             del self._parked[instance]
-        head = self._heads[first[1]]
-        self.unproven[instance] = _count(head) - len(self._came.get(instance, ()))
+        self._unproven[instance] = None
         return first
 
 
@@ -164,7 +181,7 @@ def wall_ns(text: object) -> int:
     return 0
 
 
-def _count(head: tuple[int, dict[str, Any]] | None) -> int:
+def _count(head: tuple[int, dict[str, Any], str] | None) -> int:
     """How many arrivals the pass in `head` was judged on."""
     count = _count_on(head[1]) if head else 0
     assert isinstance(count, int)

@@ -2,42 +2,31 @@
 
 An epoch may be taken as a whole only if every rank ended it, its shape was judged before, and the
 plan's fences alone order what may not meet; else each line goes through the kernel and all rules.
+The last epoch that was taken so is held back: where the next one is odd, both are gone through.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Final
 
 from phasesync.audit.answer import Answer
+from phasesync.audit.gist import Block, Gist, RankLog
+from phasesync.audit.healthy import Healthy
 from phasesync.audit.journals import JournalAudit
 from phasesync.audit.merge import Merge, Stream
-from phasesync.audit.rounds import (
-    Block,
-    Healthy,
-    Numbered,
-    Shape,
-    is_separate,
-    shape_of,
-    unordered,
-)
 from phasesync.audit.traces import RawLine
 from phasesync.core.protocol import Protocol
 
-__all__ = ("EpochFile", "audit_journals")
+__all__ = ("audit_journals",)
 
+_SPAN: Final = 2  # epochs that are gone through where one is odd; more while it goes on
+_SPAN_MAX: Final = 1 << 20
 
-_SHARED = ("members", "devices", "place", "groups", "options")
-
-
-class EpochFile(NamedTuple):
-    """One journal, an epoch at a time: its lines, and those that could not be read."""
-
-    name: str
-    epochs: Iterator[tuple[list[Numbered], Sequence[RawLine]]]
+_Key = tuple[int, int]
 
 
 def audit_journals(
     run: str,
-    files: Sequence[EpochFile],
+    logs: Sequence[RankLog],
     members: Iterable[str],
     protocol: Callable[[str], Protocol | None],
     *,
@@ -46,145 +35,210 @@ def audit_journals(
     """The verdict on the journals of one run; `members` are the ranks that should have one."""
     names = tuple(members)
     audit = JournalAudit(run, names, protocol, declared=declared)
-    _Rounds(audit, files, set(names)).go()
+    _Rounds(audit, logs, set(names)).go()
     return audit.answer()
 
 
-class _Good(NamedTuple):
-    """A line that was read, as `Merge` takes it."""
+class _Chain:
+    """One rank's journal, and how far it is read. Blocks come in the order of their keys: epoch,
+    and whether they are of it or of what is between it and the next.
+    """
 
-    number: int
-    data: dict[str, Any] | None
-    problem: str | None = None
+    __slots__ = ("_log", "blocks", "epoch", "head", "held", "key", "name", "seq", "version")
+
+    def __init__(self, log: RankLog) -> None:
+        self._log = log
+        self.name = log.name
+        self.blocks = log.blocks
+        self.head: Block | None = None
+        self.held: Block | None = None
+        self.key: _Key = (-1, 1)
+        self.epoch = -1
+        self.seq: tuple[int, int] | None = None
+        self.version: int | None = None
+        self.advance()
+        if self.head is not None and self.head.after is not None:
+            self.epoch = self.head.after
+            self.key = (self.epoch, 1)
+
+    def advance(self) -> None:
+        self.head = next(self.blocks, None)
+        if self.head is not None and self.head.epoch is not None:
+            self.epoch = self.head.epoch
+            self.key = (self.epoch, 0)
+        else:
+            self.key = (self.epoch, 1)
+
+    def here(self) -> None:
+        """From the first block that was not judged on, have this process read the journal."""
+        first = self.held or self.head
+        if self._log.again is None or first is None:
+            return
+        self.blocks = self._log.again(first)
+        self._log = self._log._replace(again=None)
+        if self.held is not None:
+            self.held = next(self.blocks, None)
+        if self.head is not None:
+            self.head = next(self.blocks, None)
+
+    def until(self, stop: _Key | None) -> Iterator[RawLine]:
+        """Its lines, of what is held back and of all blocks before `stop`."""
+        if self.held is not None:
+            yield from self.held.lines()
+            self.held = None
+        while self.head is not None and (stop is None or self.key < stop):
+            yield from self.head.lines()
+            self.version = self.head.version
+            self.advance()
+        self.seq = None
 
 
 class _Rounds:
-    """Feeds a run to its audit: whole epochs where all adds up, line by line where anything is
-    odd.
-    """
+    """Feeds a run to its audit, a round of blocks at a time."""
 
-    def __init__(self, audit: JournalAudit, files: Sequence[EpochFile], members: set[str]) -> None:
+    def __init__(self, audit: JournalAudit, logs: Sequence[RankLog], members: set[str]) -> None:
         self._audit = audit
-        self._files = files
-        self._members = members
-        self._healthy = Healthy()
-        self._seqs = [-1] * len(files)
-        self._names = [""] * len(files)
-        self._ordered: bool | None = None
-        self._plan: dict[str, Any] | None = None
+        self._chains = [_Chain(log) for log in logs]
+        self._names = [each.name for each in self._chains]
+        self._is_full = len(set(self._names)) == len(self._names) and set(self._names) == members
+        self._healthy: Healthy | None = None
+        self._span = _SPAN
 
     def go(self) -> None:
-        while True:
-            blocks: list[Block | None] = []
-            for file in self._files:
-                found = next(file.epochs, None)
-                if found is None:
-                    blocks.append(None)
-                    continue
-                lines, bad = found
-                for raw in bad:
-                    self._audit.bad(file.name, raw)
-                if self._ordered is None:
-                    self._share(lines)
-                blocks.append(Block(lines, not bad and bool(lines)))
-            if all(block is None for block in blocks):
-                return
-            if not self._round(blocks):
-                return
+        self._rotated()
+        while (here := self._lowest()) is not None:
+            key, chains = here
+            if key[1]:
+                self._settle()
+                self._feed([(each.name, each.until((key[0], 2))) for each in chains])
+            elif not self._is_ordered():
+                self._stretch(None)
+            elif self._is_healthy(chains):
+                self._hold(chains)
+            else:
+                self._odd(key[0])
+        self._settle()
 
-    def _share(self, lines: list[Numbered]) -> None:
-        """All ranks write the same plan; thousands of copies of it need not be kept."""
-        for _, line in lines[:8]:
-            if line.get("event") != "plan":
-                continue
-            if self._plan is None:
-                self._plan = line
-            for field in _SHARED:
-                if line.get(field) == self._plan.get(field):
-                    line[field] = self._plan.get(field)
+    def _lowest(self) -> tuple[_Key, list[_Chain]] | None:
+        live = [each for each in self._chains if each.head is not None]
+        if not live:
+            return None
+        key = min(each.key for each in live)
+        return key, [each for each in live if each.key == key]
 
-    def _round(self, blocks: list[Block | None]) -> bool:
-        """Take in one block of each rank; False once the rest was fed line by line."""
-        whole = [block for block in blocks if block is not None]
-        if not self._aligned(blocks, whole):
-            self._rest(blocks)
-            return False
-        shapes = [shape_of(block, seq + 1) for block, seq in zip(whole, self._seqs, strict=True)]
-        if self._adds_up(whole, shapes):
-            for name, file, block in zip(self._names, self._files, whole, strict=True):
-                self._audit.skip(name, file.name, block)
-        else:
-            before = self._audit.oddities()
-            self._feed(blocks)
-            if self._audit.oddities() == before:
-                for name, shape, block in zip(self._names, shapes, whole, strict=True):
-                    if shape is not None:
-                        self._healthy.learn(name, shape[0], block)
-        for index, block in enumerate(whole):
-            seq = block.lines[-1][1].get("seq")
-            self._seqs[index] = seq if type(seq) is int else -2
-        return True
+    def _rotated(self) -> None:
+        """Leave out what not every rank has any more: the epochs that some have rotated away."""
+        heads = [(each, each.head) for each in self._chains if each.head is not None]
+        after = [head.after for _, head in heads if head.after is not None]
+        if not after:
+            return
+        for each in self._chains:
+            while each.head is not None and each.key < (max(after), 1):
+                self._audit.omit(each.name, each.head)
+                each.advance()
+        self._audit.rotated(max(after))
 
-    def _aligned(self, blocks: list[Block | None], whole: list[Block]) -> bool:
-        """Whether all ranks that should be there end the same epoch in this round."""
-        if len(whole) != len(blocks) or not all(block.whole for block in whole):
-            return False
-        ends = [block.lines[-1][1] for block in whole]
-        first = ends[0]
-        if any(
-            end.get("event") != "epoch.end"
-            or end.get("epoch") != first.get("epoch")
-            or end.get("attempt") != first.get("attempt")
-            for end in ends
-        ):
-            return False
-        self._names = [f"{end.get('role')}/{end.get('rank')}" for end in ends]
-        return len(set(self._names)) == len(self._names) and set(self._names) == self._members
-
-    def _adds_up(self, blocks: list[Block], shapes: list[tuple[Shape, int] | None]) -> bool:
-        if not self._is_ordered():
-            return False
-        for name, shape in zip(self._names, shapes, strict=True):
-            if shape is None or not self._healthy.knows(name, shape[0]):
-                return False
-        try:
-            return Healthy.adds_up(blocks, self._names)
-        except (KeyError, TypeError, IndexError):
-            return False
+    # ------------------------------------------------------------------ whole epochs
 
     def _is_ordered(self) -> bool:
         """Whether fences order everything in this plan, found once it is known."""
-        if self._ordered is None:
+        if self._healthy is None:
             conformance = self._audit.conformance
             plan = conformance.plan if conformance is not None else None
             if plan is None:
                 return False
-            self._ordered = is_separate(plan) and not unordered(plan, 1)
-        return self._ordered
+            self._healthy = Healthy(plan)
+            self._is_full = self._is_full and set(self._names) == set(self._healthy.members)
+        return self._healthy.is_ordered
 
-    def _feed(self, blocks: Sequence[Block | None]) -> None:
-        streams = [
-            Stream(file.name, [_Good(*line) for line in block.lines])
-            for file, block in zip(self._files, blocks, strict=True)
-            if block is not None
-        ]
-        for file, number, line in Merge(streams, self._audit.bad):
+    def _is_healthy(self, chains: Sequence[_Chain]) -> bool:
+        """Whether an epoch of all ranks can be taken as a whole."""
+        healthy = self._healthy
+        assert healthy is not None
+        if not self._is_full or len(chains) != len(self._chains):
+            return False
+        gists = [each.head.gist for each in chains if each.head is not None]
+        known = [gist for gist in gists if gist is not None]
+        if len(known) != len(chains) or not self._follows(chains, known):
+            return False
+        try:
+            if not healthy.adds_up(self._names, known):
+                return False
+        except (TypeError, ValueError):
+            return False
+        unknown = healthy.unknown(self._names, known)
+        return not unknown or self._tried(chains, known, unknown)
+
+    def _follows(self, chains: Sequence[_Chain], gists: Sequence[Gist]) -> bool:
+        """Whether each goes on where its journal was, and all are of one attempt and plan."""
+        first = gists[0]
+        for each, gist in zip(chains, gists, strict=True):
+            if each.seq is None:
+                each.seq = self._audit.position(each.name)
+            if (
+                (gist.incarnation, gist.seq - 1) != each.seq
+                or (gist.attempt, gist.digest) != (first.attempt, first.digest)
+                or (each.version is not None and gist.version < each.version)
+                or f"{gist.role}/{gist.rank}" != each.name
+            ):
+                return False
+        return True
+
+    def _tried(
+        self, chains: Sequence[_Chain], gists: Sequence[Gist], unknown: Sequence[int]
+    ) -> bool:
+        """Go through new shapes line by line, each where it first occurs, apart from the run."""
+        healthy = self._healthy
+        assert healthy is not None
+        sample = healthy.sample(self._names, unknown)
+        names = [self._names[at] for at in sample]
+        trial = self._audit.trial([(self._names[at], gists[at]) for at in sample])
+        streams = [Stream(chains[at].name, _lines(chains[at].head)) for at in sample]
+        for file, number, line in Merge(streams, trial.bad, healthy.absent(names)):
+            trial.feed(file, number, line)
+        if not trial.is_clean():
+            return False
+        for at in sample:
+            healthy.learn(self._names[at], gists[at].shape)
+        return True
+
+    def _hold(self, chains: Sequence[_Chain]) -> None:
+        """Take the last epoch as a whole, and keep this one until the next was looked at."""
+        self._settle()
+        for each in chains:
+            head = each.head
+            assert head is not None
+            assert head.gist is not None
+            each.held, each.version = head, head.version
+            each.seq = (head.gist.incarnation, head.gist.seq + head.gist.count - 1)
+            each.advance()
+
+    def _settle(self) -> None:
+        held = [(each.name, each.held) for each in self._chains if each.held is not None]
+        self._audit.clocks.met(block.gist for _, block in held if block.gist is not None)
+        for name, block in held:
+            self._audit.skip(name, block)
+        for each in self._chains:
+            each.held = None
+
+    # ------------------------------------------------------------------ line by line
+
+    def _odd(self, epoch: int) -> None:
+        """Go through this epoch and some more, and through the one before it."""
+        before = self._audit.oddities()
+        self._stretch((epoch + self._span, 0))
+        odd = self._audit.oddities() != before
+        self._span = min(self._span * 2, _SPAN_MAX) if odd else _SPAN
+
+    def _stretch(self, stop: _Key | None) -> None:
+        for each in self._chains:
+            each.here()
+        self._feed([(each.name, each.until(stop)) for each in self._chains])
+
+    def _feed(self, streams: Iterable[tuple[str, Iterable[RawLine]]]) -> None:
+        for file, number, line in Merge([Stream(*each) for each in streams], self._audit.bad):
             self._audit.feed(file, number, line)
 
-    def _rest(self, blocks: Sequence[Block | None]) -> None:
-        """Line by line from here on: ranks are no longer in step."""
-        streams = [
-            Stream(file.name, self._lines(file, block))
-            for file, block in zip(self._files, blocks, strict=True)
-        ]
-        for file, number, line in Merge(streams, self._audit.bad):
-            self._audit.feed(file, number, line)
 
-    @staticmethod
-    def _lines(file: EpochFile, block: Block | None) -> Iterator[RawLine]:
-        for number, line in block.lines if block is not None else ():
-            yield _Good(number, line)
-        for lines, bad in file.epochs:
-            yield from bad
-            for number, line in lines:
-                yield _Good(number, line)
+def _lines(block: Block | None) -> Iterable[RawLine]:
+    return block.lines() if block is not None else ()

@@ -64,6 +64,7 @@ def header_of(data: Mapping[str, Any], vocabulary: Mapping[str, str] | None = No
     by_text = {str(rank): rank for rank in ranks}
     initial = memory.get("initial_gib")
     capacity = memory.get("capacity_gib")
+    clock = data.get("clock")
     own = data.get("vocabulary", data.get("phases"))
     words = {str(key): str(value) for key, value in own.items()} if isinstance(own, Mapping) else {}
     return Header(
@@ -77,6 +78,9 @@ def header_of(data: Mapping[str, Any], vocabulary: Mapping[str, str] | None = No
         capacity_gib=_figures(capacity) if isinstance(capacity, Mapping) else number(capacity),
         initial_gib=_figures(initial) if isinstance(initial, Mapping) else {},
         vocabulary={**words, **(vocabulary or {})},
+        by_clock=isinstance(clock, Mapping),
+        hosts=int(number(clock.get("hosts")) or 1) if isinstance(clock, Mapping) else 1,
+        record_next=tuple(text_of(more, 300) for more in _list(data.get("record_next")))[:8],
     )
 
 
@@ -101,6 +105,14 @@ def _list(value: object) -> Iterable[object]:
 def _figures(value: Mapping[Any, Any]) -> dict[str, float]:
     figures = ((str(key), number(figure)) for key, figure in value.items())
     return {key: figure for key, figure in figures if figure is not None}
+
+
+def _source(said: object) -> tuple[str, int] | None:
+    """The line of a foreign log that an importer made an event of."""
+    if not isinstance(said, str) or len(said) > 4096:
+        return None
+    file, _, line = said.rpartition(":")
+    return (file, int(line)) if file and line.isascii() and line.isdigit() else None
 
 
 class Trace:
@@ -192,7 +204,8 @@ class Trace:
                 self._joint.add(phase)
             if phase in self._joint:
                 meant = meant._replace(action="collective")
-        return Event(at, self.file, line.number, rank, epoch, phase, kind, attrs, meant)
+        file, number_ = _source(attrs.get("from")) or (self.file, line.number)
+        return Event(at, file, number_, rank, epoch, phase, kind, attrs, meant)
 
     def _note(self, line: RawLine, what: str) -> None:
         count = self._counts[what] = self._counts.get(what, 0) + 1

@@ -5,15 +5,17 @@ what followed, and what to record next time. Nothing that a log says reaches the
 unescaped.
 """
 
+import gc
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from phasesync import logs
 from phasesync.audit import Answer, audit_trace
 from phasesync.audit.events import text_of
-from phasesync.audit.replay import EpochFile, audit_journals
+from phasesync.audit.replay import audit_journals
 from phasesync.core.protocol import Protocol
 from phasesync.errors import InputError, LogError, ProtocolError
 from phasesync.report.around import around
@@ -27,7 +29,6 @@ _OK, _BROKEN, _UNDECIDED = 0, 1, 3
 _SHOWN: Final = 8
 _FOUND_BESIDE: Final = "protocol.yaml"
 _TELL: Final = 4096
-_T = TypeVar("_T", logs.Line, tuple[list[Any], list[logs.Line]])
 
 
 def audit_paths(
@@ -36,12 +37,14 @@ def audit_paths(
     protocol: str | Path | None = None,
     vocabulary: Mapping[str, str] | None = None,
     progress: Callable[[int], None] | None = None,
+    jobs: int | None = 1,
 ) -> list[Answer]:
     """One answer for each run in `paths`: trace files, journals, folders of them, or packs.
 
     `protocol` is the declaration that journals are held against; else the one beside them, else
     the shipped one of the name they give. `vocabulary` maps phase names of traces to known ones;
-    `progress` is told how many lines have been read, now and then.
+    `progress` is told how many lines have been read, now and then. `jobs` processes read a run's
+    journals; None is as many as pay.
 
     Raises:
         LogError: a path is not there or holds no log.
@@ -49,7 +52,7 @@ def audit_paths(
     """
     given = load(protocol) if protocol is not None else None
     with logs.unpacked(paths) as here:
-        return _audited(here, given, vocabulary, progress)
+        return _audited(here, given, vocabulary, progress, jobs)
 
 
 def _audited(
@@ -57,6 +60,7 @@ def _audited(
     given: Protocol | None,
     vocabulary: Mapping[str, str] | None,
     progress: Callable[[int], None] | None,
+    jobs: int | None,
 ) -> list[Answer]:
     found = logs.sources(paths)
     answers = [
@@ -66,7 +70,7 @@ def _audited(
     ]
     journals = [each for each in found if each.kind == "journal"]
     for run, files in logs.by_run(journals).items():
-        answers.append(_journals(run, files, given, progress))
+        answers.append(_journals(run, files, given, progress, jobs))
     if not answers:
         names = ", ".join(each.name for each in paths)
         raise LogError(f"{names}: no log here; give a trace or a run folder")
@@ -78,6 +82,7 @@ def _journals(
     files: Sequence[logs.Source],
     given: Protocol | None,
     progress: Callable[[int], None] | None,
+    jobs: int | None,
 ) -> Answer:
     _open_many(len(files))
     beside = {each.path.parent for each in files}
@@ -91,10 +96,21 @@ def _journals(
                 return _loaded(file)
         return _loaded(name)
 
-    streams = [EpochFile(each.name, _counted(logs.epochs(each.path), progress)) for each in files]
-    members = [name for each in files for name in each.members]
-    declared = any(find(each.protocol) is not None for each in files if each.protocol)
-    return audit_journals(run, streams, members, find, declared=declared)
+    members = set().union(*{each.members for each in files})
+    declared = any(find(name) is not None for name in {each.protocol for each in files} - {""})
+    with logs.reading(files, jobs=jobs, progress=progress) as ranks, _rare_collections():
+        return audit_journals(run, ranks, members, find, declared=declared)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Lines become millions of short-lived values without a cycle: look for cycles less often."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 20, 20)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _loaded(name: str | Path) -> Protocol | None:
@@ -113,15 +129,17 @@ def _open_many(files: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _counted(items: Iterator[_T], progress: Callable[[int], None] | None) -> Iterator[_T]:
-    return items if progress is None else _telling(items, progress)
+def _counted(
+    lines: Iterator[logs.Line], progress: Callable[[int], None] | None
+) -> Iterator[logs.Line]:
+    return lines if progress is None else _telling(lines, progress)
 
 
-def _telling(items: Iterator[_T], progress: Callable[[int], None]) -> Iterator[_T]:
+def _telling(lines: Iterator[logs.Line], progress: Callable[[int], None]) -> Iterator[logs.Line]:
     count = 0
-    for item in items:
-        yield item
-        count += len(item[0]) if isinstance(item[0], list) else 1
+    for line in lines:
+        yield line
+        count += 1
         if count >= _TELL:
             progress(count)
             count = 0
@@ -177,7 +195,7 @@ def as_text(
 
 def _one(answer: Answer, brief: bool) -> list[str]:
     rows = [_headline(answer)]
-    if answer.certainty != "in every order":
+    if answer.verdict != "ok" and answer.guilty:
         rows.append(f"  {answer.certainty}")
     for line in answer.evidence[: 3 if brief else _SHOWN]:
         rows.append(f"  see {text_of(line.file, 200)}:{line.line}")
