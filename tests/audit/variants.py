@@ -84,6 +84,7 @@ class Raw(NamedTuple):
     number: int
     data: dict[str, Any] | None
     problem: str | None = None
+    file: str = ""
 
 
 def read(path: Path) -> Trace:

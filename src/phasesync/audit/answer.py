@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from phasesync.audit.events import Event, Name
+from phasesync.audit.events import Event, Name, number
 
 __all__ = (
     "BROKEN",
@@ -100,7 +100,9 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one rule saw. `at` is where in the log it became true."""
+    """What one rule saw. `at` is where in the log it became true; `apart` is how far apart, in
+    seconds of their clocks, its closest events of two ranks are, and how coarse those clocks.
+    """
 
     rule: str | None
     strength: int
@@ -114,6 +116,7 @@ class Finding:
     evidence: tuple[Evidence, ...] = ()
     record_next: tuple[str, ...] = ()
     certainty: str = "in every order"
+    apart: tuple[float, float] | None = None
 
     @classmethod
     def on(
@@ -141,7 +144,26 @@ class Finding:
             waiting=waiting,
             evidence=evidence_of(event, *more),
             record_next=record_next,
+            apart=_apart(event, *more),
         )
+
+
+def _apart(*events: Event) -> tuple[float, float] | None:
+    """How far apart, by their clocks, the closest two events of different ranks are, and how
+    coarse those clocks are; both in seconds.
+    """
+    timed = [
+        (float(at), number(event.attrs.get("clock_within_s")) or 0.0, event.rank)
+        for event in events[:64]
+        if (at := number(event.attrs.get("clock_s"))) is not None
+    ]
+    pairs = [
+        (abs(one - other), max(near, far))
+        for index, (one, near, rank) in enumerate(timed)
+        for other, far, peer in timed[:index]
+        if peer != rank
+    ]
+    return min(pairs, key=lambda pair: pair[0] - pair[1], default=None)
 
 
 def evidence_of(*events: Event) -> tuple[Evidence, ...]:
@@ -182,6 +204,7 @@ class Answer:
             "guilty": list(self.guilty),
             "waiting": list(self.waiting),
             "because": self.because,
+            "certainty": self.certainty,
             "evidence": [line.to_json() for line in self.evidence],
             "consequences": list(self.consequences),
             "record_next": list(self.record_next),

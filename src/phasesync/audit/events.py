@@ -60,6 +60,9 @@ class Header:
     initial_gib: Mapping[str, float] = field(default_factory=dict)
     vocabulary: Mapping[str, str] = field(default_factory=dict)
     journal: bool = False
+    by_clock: bool = False  # the order of ranks is what clocks of `hosts` hosts say
+    hosts: int = 1
+    record_next: tuple[str, ...] = ()
 
     def means(self, phase: str) -> Meaning:
         """The meaning of `phase`, after the renames that this log or its reader brought along."""

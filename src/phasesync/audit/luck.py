@@ -1,7 +1,8 @@
 """Accidental fences: what no fence of the plan orders, and what yet came in one order every time.
 
 Such a run is `ok`, and only because some call happened to keep the ranks apart. The finding names
-the two ranks, their phases, and the last call between them.
+the two ranks, their phases, and the call: one that a journal names as such (`call=` on a progress
+line), else the phase that the later rank was in until then.
 """
 
 from phasesync.audit.answer import NOTE, Evidence, Finding
@@ -34,6 +35,7 @@ class Luck:
         self._pairs: dict[tuple[str, str], list[_Pair]] = {}
         self._ended: dict[str, dict[str, Evidence]] = {}
         self._last: dict[str, str] = {}
+        self._calls: dict[str, str] = {}
         for pair in unordered(plan, _PAIRS_MAX):
             self._watch(plan, pair)
 
@@ -53,6 +55,11 @@ class Luck:
         """A rank begins an epoch: what it did in the last one is past."""
         self._ended[rank] = {}
         self._last.pop(rank, None)
+        self._calls.pop(rank, None)
+
+    def called(self, rank: str, call: str) -> None:
+        """A rank names a call at which it may have waited for others."""
+        self._calls[rank] = call
 
     def started(self, rank: str, phase: str, where: Evidence) -> None:
         me = (rank, phase)
@@ -65,7 +72,7 @@ class Luck:
                 pair.swapped = True
             pair.first, pair.second = partner, me
             pair.seen += 1
-            pair.call = self._last.get(partner[0], partner[1])
+            pair.call = self._calls.get(rank) or self._last.get(rank) or partner[1]
             pair.lines = (where, before)
 
     def ended(self, rank: str, phase: str, where: Evidence) -> None:
@@ -88,8 +95,8 @@ class Luck:
                 because=(
                     f"{pair.second[1]} of {pair.second[0]} came after {pair.first[1]} of "
                     f"{pair.first[0]} every time ({pair.seen}x), and no fence of this plan "
-                    f"orders them: an accident does; the last call before it on {pair.first[0]} "
-                    f"was {pair.call!r}"
+                    f"orders them: an accident does, {pair.call!r} on {pair.second[0]}, the last "
+                    f"call before it"
                 ),
                 evidence=pair.lines,
             )

@@ -57,12 +57,38 @@ def judge(findings: Iterable[Finding], facts: Facts, *, run: str = "", events: i
         because=text_of(root.because, 1000),
         evidence=_evidence(alike),
         consequences=_consequences(root, alike, facts) if verdict != "ok" else (),
-        record_next=tuple(dict.fromkeys(more for each in alike for more in each.record_next)),
+        record_next=_record_next(verdict, alike, facts),
         findings=_shown(every, alike, facts),
         run=run,
-        certainty=root.certainty,
+        certainty=_certainty(root, facts),
         events=events,
     )
+
+
+def _certainty(finding: Finding, facts: Facts) -> str:
+    """Whether any other order of the lines could have come to another answer.
+
+    What one rank says is in its order. Where only clocks order two ranks, it depends on how far
+    apart their lines are, and on how well the clocks are known.
+    """
+    if not facts.header.by_clock or finding.apart is None:
+        return finding.certainty
+    gap, within = (seconds * 1000 for seconds in finding.apart)
+    if facts.header.hosts > 1:
+        return (
+            f"possible: only the clocks of {facts.header.hosts} hosts order the lines that matter, "
+            f"which are {gap:,.0f} ms apart"
+        )
+    if gap > within:
+        return f"in every order that clocks within +-{max(within, 1):,.0f} ms allow"
+    return f"possible within +-{within:,.0f} ms: the lines that matter are {gap:,.0f} ms apart"
+
+
+def _record_next(verdict: str, alike: list[Finding], facts: Facts) -> tuple[str, ...]:
+    more = [each for finding in alike for each in finding.record_next]
+    if verdict == "inconclusive":
+        more = [*facts.header.record_next, *more]
+    return tuple(dict.fromkeys(more))
 
 
 def _root(findings: Iterable[Finding]) -> Finding | None:
@@ -186,16 +212,19 @@ def _shown(
 ) -> tuple[dict[str, Any], ...]:
     root = {id(each) for each in alike or ()}
     shown = []
+    decided = next((each for each in alike or () if each.strength < SUSPECTED), None)
     for each in sorted(every, key=lambda finding: (finding.strength, finding.at)):
         if id(each) in root or each.rule == "R-SCOPE":
             continue
+        if decided is not None and each.strength == SUSPECTED and each.at >= decided.at:
+            continue  # What could not be told alone follows from what could.
         shown.append(
             {
                 "rule": each.rule,
                 "what": text_of(each.because, 400),
                 "ranks": [_written(rank, facts) for rank in each.guilty],
                 "evidence": [line.to_json() for line in each.evidence[:4]],
-                "certainty": each.certainty,
+                "certainty": _certainty(each, facts),
             }
         )
     return tuple(shown[:64])

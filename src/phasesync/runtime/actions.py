@@ -5,7 +5,7 @@ import concurrent.futures
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
@@ -38,10 +38,26 @@ class Turn:
     plan: Plan
     journal: Journal
     retry: int = 0
+    done: dict[str, Any] = field(default_factory=dict)
 
     def progress(self, **marks: Any) -> None:
-        """Write a mark to the journal, with whatever figures it is given: `bytes`, `bucket`..."""
+        """Write a mark to the journal, with whatever figures it is given: `bytes`, `bucket`...
+
+        `call="dist.all_reduce"` names a call at which ranks wait for each other: where no fence
+        orders two phases, an audit says which call did.
+        """
         self.journal.write("phase.progress", phase=self.phase, **marks)
+
+    def synchronised(self) -> None:
+        """Say that everything that this rank had enqueued on its device is done, all of this
+        action's own included.
+
+        A fence that requires `device_synchronised` sees to that itself. An action that has called
+        the device's `synchronise` says so here: from now on what it and the phases before it were
+        to release is free, and the journal shows it.
+        """
+        self.done["device_complete"] = True
+        self.progress(device_complete=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

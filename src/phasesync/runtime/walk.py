@@ -7,6 +7,7 @@ as much as any peer can have seen.
 
 import traceback
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from phasesync.core.kernel import Kind, Stage, Status, fences_left, lost_leaders, next_step
 from phasesync.core.model import Broken, FenceCall, Rank, RootCause
@@ -127,8 +128,9 @@ class Walk:
             caller="outside" if bound is None else None,
         )
         began = self._mono_ns()
+        done: dict[str, Any] = {}
         if bound is not None:
-            await self._perform(act, bound)
+            await self._perform(act, bound, done)
         took = (self._mono_ns() - began) / 1e9
         self.phases_s[act.phase] = took
         self.journal.write(
@@ -137,11 +139,14 @@ class Walk:
             duration_s=round(took, 6),
             free_bytes=None if bound is None else await self._free_after(act),
             caller="outside" if bound is None else None,
+            **done,
         )
         await self.machine.fire(Kind.END, act.phase)
 
-    async def _perform(self, act: Act, bound: Bound) -> None:
-        """Run the action; one that may be tried again is, once."""
+    async def _perform(self, act: Act, bound: Bound, done: dict[str, Any]) -> None:
+        """Run the action; one that may be tried again is, once. `done` is what it says of its
+        end.
+        """
         tries = 1 if act.retry is Retry.NEVER else 2
         for retry in range(tries):
             turn = Turn(
@@ -153,6 +158,7 @@ class Walk:
                 plan=self.plan,
                 journal=self.journal,
                 retry=retry,
+                done=done,
             )
             match await self._performer.once(bound, turn, act.deadline_s, self._next_call):
                 case Done():
