@@ -81,9 +81,9 @@ def file_of(tmp_path: Path, text: str, name: str = "worker.log") -> Path:
 
 def test_verl_says_where_it_died(tmp_path: Path) -> None:
     trace = import_logs("verl", [file_of(tmp_path, VERL)])
-    assert trace.header["ranks"] == [0, 1]
+    assert trace.header["ranks"] == ["pid4711", "10.0.0.2:4712"]  # What the log calls them.
     assert trace.header["memory"]["capacity_gib"] == 80
-    first = [(e["phase"], e["event"]) for e in trace.events if e["rank"] == 0]
+    first = [(e["phase"], e["event"]) for e in trace.events if e["rank"] == "pid4711"]
     assert first == [
         ("resume_weights", "start"),
         ("resume_weights", "end"),
@@ -95,7 +95,8 @@ def test_verl_says_where_it_died(tmp_path: Path) -> None:
         ("resume_kv", "fail"),
     ]
     assert trace.events[2]["attrs"].get("repeated") is None
-    assert [e["attrs"].get("repeated") for e in trace.events if e["rank"] == 1] == [3]
+    other = [e for e in trace.events if e["rank"] == "10.0.0.2:4712"]
+    assert [e["attrs"].get("repeated") for e in other] == [3]
     answer = audit_lines(as_lines(trace))
     assert (answer.verdict, answer.rule, answer.phase) == ("inconclusive", "R-FREED", "resume_kv")
     assert answer.record_next

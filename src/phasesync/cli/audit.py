@@ -1,6 +1,7 @@
 """`phasesync audit`: what happened, to whom, and whose fault it is."""
 
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from phasesync.cli.options import as_json_option, print_json, read_json, write_t
 
 __all__ = ("audit", "collect", "import_")
 
+_KINDS = "verl, ray, vllm, sglang, flight-recorder, py-spy, text"
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -41,30 +43,68 @@ def audit(
     from phasesync.report import audit as report
 
     renames = None if vocabulary is None else _mapping(Path(vocabulary))
-    with _progress(quiet=as_json) as tell:
-        answers = report.audit_paths(
-            [Path(path) for path in paths],
-            protocol=protocol,
-            vocabulary=renames,
-            progress=tell,
-        )
-    found = _stats(paths) if stats else None
-    if as_json:
-        print_json({**report.as_json(answers), **({"stats": found[0]} if found else {})})
-    else:
-        for line in (*report.as_text(answers, paths=paths), *(found[1] if found else ())):
-            click.echo(line)
-    if html is not None:
-        from phasesync.report.audit_html import write_html
+    with _readable(paths) as logs:
+        with _progress(quiet=as_json) as tell:
+            answers = report.audit_paths(
+                [Path(path) for path in logs],
+                protocol=protocol,
+                vocabulary=renames,
+                progress=tell,
+            )
+        found = _stats(logs) if stats else None
+        if as_json:
+            print_json({**report.as_json(answers), **({"stats": found[0]} if found else {})})
+        else:
+            for line in (*report.as_text(answers, paths=logs), *(found[1] if found else ())):
+                click.echo(line)
+        if html is not None:
+            from phasesync.report.audit_html import write_html
 
-        write_html(paths, answers, html)
-        click.echo(f"{html}: written", err=True)
-    if perfetto is not None:
-        from phasesync.report.perfetto import write_perfetto
+            write_html(logs, answers, html)
+            click.echo(f"{html}: written", err=True)
+        if perfetto is not None:
+            from phasesync.report.perfetto import write_perfetto
 
-        count = write_perfetto(paths, perfetto)
-        click.echo(f"{perfetto}: {count:,} events; open it in ui.perfetto.dev", err=True)
+            count = write_perfetto(logs, perfetto)
+            click.echo(f"{perfetto}: {count:,} events; open it in ui.perfetto.dev", err=True)
     return report.exit_code(answers, strict=strict)
+
+
+@contextmanager
+def _readable(paths: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """`paths`, or in their place a trace made of them, where they are logs of another system whose
+    lines leave no doubt which.
+    """
+    from phasesync import logs
+    from phasesync.errors import LogError
+
+    try:
+        with logs.unpacked([Path(path) for path in paths]) as shown:
+            logs.sources(shown)
+    except LogError as error:
+        foreign = _foreign([Path(path) for path in paths])
+        if foreign is None:
+            raise LogError(f"{error}; kinds: {_KINDS}") from None
+    else:
+        yield paths
+        return
+    kind, text = foreign
+    with tempfile.TemporaryDirectory(prefix="phasesync-") as folder:
+        trace = Path(folder) / f"{kind}.trace.jsonl"
+        trace.write_bytes(text)
+        named = ", ".join(paths[:3])
+        click.echo(f"{named}: read as logs of {kind}, as phasesync import {kind} does", err=True)
+        yield (str(trace),)
+
+
+def _foreign(paths: list[Path]) -> tuple[str, bytes] | None:
+    from phasesync.core import wire
+    from phasesync.importers import as_lines, guess, import_logs
+
+    if not all(path.exists() for path in paths) or (kind := guess(paths)) is None:
+        return None
+    lines = as_lines(import_logs(kind, paths))
+    return kind, b"".join(wire.encode(line) + b"\n" for line in lines)
 
 
 def _stats(paths: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:

@@ -11,8 +11,9 @@ from typing import Any, Final
 from phasesync.errors import InputError
 from phasesync.importers import enginelogs, flightrecorder, pyspy, text, verl
 from phasesync.importers.base import Imported
+from phasesync.importers.guess import guess
 
-__all__ = ("IMPORTERS", "Imported", "as_lines", "import_logs")
+__all__ = ("IMPORTERS", "Imported", "as_lines", "guess", "import_logs")
 
 IMPORTERS: Final[Mapping[str, Callable[[Sequence[Path]], Imported]]] = {
     "flight-recorder": flightrecorder.read,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from phasesync.errors import InputError
+from phasesync.importers.clocks import Stamp, Stamps, in_order
 
 __all__ = ("Course", "Imported", "LogLine", "read_lines")
 
@@ -24,6 +25,10 @@ _RAY: Final = re.compile(
 _REPEATED: Final = re.compile(r"\s*\[repeated (?P<times>\d+)x across cluster\].*$")
 # torch and some launchers write "[rank3]: text".
 _RANK: Final = re.compile(r"^\[rank(?P<rank>\d+)\]:?\s?")
+# Ray's own files: worker-<id>-<job>-<pid>.err, whose first lines name the actor.
+_WORKER: Final = re.compile(r"worker-[0-9a-f]+-(?:[0-9a-f]+-)?(?P<pid>\d+)\.(?:out|err)(?:\.gz)?$")
+_ACTOR: Final = re.compile(r"^:actor_name:(?P<actor>.*)$")
+_NOT_TEXT: Final = (".jsonl", ".json", ".pkl", ".zst", ".tar", ".pack", ".pyc", ".so")
 _IN_NAME: Final = re.compile(r"rank[_-]?(\d+)|[._-](\d+)(?=\.[a-z]+$|$)", re.IGNORECASE)
 
 
@@ -38,6 +43,7 @@ class LogLine(NamedTuple):
     ip: str
     rank: int | None
     times: int
+    stamp: Stamp | None = None
 
     @property
     def who(self) -> str:
@@ -51,15 +57,23 @@ def read_lines(path: Path) -> Iterator[LogLine]:
     Raises:
         InputError: it cannot be read.
     """
-    rank_in_name = _IN_NAME.search(path.name)
+    worker = _WORKER.search(path.name)
+    rank_in_name = None if worker is not None else _IN_NAME.search(path.name)
     rank = (
         next((int(each) for each in rank_in_name.groups() if each), None) if rank_in_name else None
     )
+    actor, pid = "", worker["pid"] if worker is not None else ""
+    stamps = Stamps()
     try:
         opener = gzip.open if path.name.endswith(".gz") else open
         with opener(path, "rb") as stream:
             for number, raw in enumerate(stream, 1):
-                yield _line(str(path), number, raw, rank)
+                line = _line(str(path), number, raw, rank)
+                if (named := _ACTOR.match(line.text)) is not None:
+                    actor = named["actor"].strip()[:200]
+                if pid and not line.pid:
+                    line = line._replace(actor=actor, pid=pid)
+                yield line._replace(stamp=stamps.of(line.text))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error})") from error
 
@@ -100,8 +114,19 @@ class Course:
         self._roles: dict[int, str] = {}
         self._epochs: dict[int, int] = {}
         self._open: dict[int, list[str]] = {}
+        self._labels: dict[int, str] = {}
+        self._coarse_s = 0.0
+        self._hosts: set[str] = set()
+        self._files: set[str] = set()
         self.capacity: float | None = None
         self.out = Imported({})
+
+    def process(self, line: LogLine, role: str = "") -> int:
+        """The process that wrote `line`: by its rank where it says one, else known by its pid."""
+        rank = self.rank(line.who, line.rank, role)
+        if line.rank is None and line.pid:
+            self._labels.setdefault(rank, f"{line.ip}:{line.pid}" if line.ip else f"pid{line.pid}")
+        return rank
 
     def rank(self, who: str, wanted: int | None = None, role: str = "") -> int:
         """The number of a process: the one that it says, else the next that is free."""
@@ -140,6 +165,13 @@ class Course:
     ) -> None:
         kept = {key: value for key, value in attrs.items() if value is not None}
         kept["from"] = f"{line.file}:{line.number}"
+        self._files.add(line.file)
+        if line.ip:
+            self._hosts.add(line.ip)
+        if line.stamp is not None:
+            kept["clock_s"] = round(line.stamp.at, 6)
+            kept["clock_within_s"] = line.stamp.within_s
+            self._coarse_s = max(self._coarse_s, line.stamp.within_s)
         if line.times > 1:
             kept["repeated"] = line.times
         self.out.events.append(
@@ -152,15 +184,41 @@ class Course:
             }
         )
 
-    def fail(self, rank: int, line: LogLine, error: str, event: str = "fail") -> None:
+    def fail(self, rank: int, line: LogLine, error: str, event: str = "fail", **attrs: Any) -> None:
         """An error of a process ends what it was in."""
         opened = self._open.get(rank)
         phase = opened[-1] if opened else "worker"
-        self.put(rank, phase, event, line, error=error[:500])
+        self.put(rank, phase, event, line, error=error[:500], **attrs)
+
+    def epoch(self, rank: int, number: int) -> None:
+        """From here on the events of `rank` are of that epoch."""
+        self._epochs[rank] = number
+
+    def is_open(self, rank: int, phase: str) -> bool:
+        return phase in self._open.get(rank, ())
+
+    def known(self) -> frozenset[str]:
+        """The processes that have said anything."""
+        return frozenset(self._numbers)
 
     def opened(self, rank: int) -> str | None:
         opened = self._open.get(rank)
         return opened[-1] if opened else None
+
+    def _label(self, header: dict[str, Any]) -> None:
+        """Call processes by what the log calls them."""
+        if not self._labels:
+            return
+        names = {rank: self._labels.get(rank, rank) for rank in header["ranks"]}
+        header["ranks"] = list(names.values())
+        if "roles" in header:
+            header["roles"] = {
+                str(names[int(rank)]): role for rank, role in header["roles"].items()
+            }
+        for event in self.out.events:
+            event["rank"] = names[event["rank"]]
+            if "gpus" in event["attrs"]:
+                event["attrs"]["gpus"] = [names.get(rank, rank) for rank in event["attrs"]["gpus"]]
 
     def done(self, ranks: Sequence[int] = ()) -> Imported:
         """The finished trace."""
@@ -170,6 +228,10 @@ class Course:
             header["roles"] = {str(rank): role for rank, role in sorted(self._roles.items())}
         if self.capacity is not None:
             header["memory"] = {"capacity_gib": self.capacity, "initial_gib": {}}
+        if self._coarse_s and len(self._files) > 1:
+            hosts = max(1, len(self._hosts))
+            header["clock"] = {"within_ms": self._coarse_s * 1000, "hosts": hosts}
+        self._label(header)
         self.out.header = header
         if not self.out.events:
             self.out.notes.append("no line was recognised; is this the right importer?")
@@ -177,5 +239,18 @@ class Course:
 
 
 def all_lines(paths: Iterable[Path]) -> Iterator[LogLine]:
-    for path in paths:
-        yield from read_lines(path)
+    """The lines of all files, in the order of their times where they have any.
+
+    Of a process that has files of its own, what its driver repeats is left out.
+    """
+    files = [path for path in paths if not path.name.endswith(_NOT_TEXT)]
+    own = {found["pid"] for path in files if (found := _WORKER.search(path.name)) is not None}
+    return in_order(_timed(path, own) for path in files)
+
+
+def _timed(path: Path, own: set[str]) -> Iterator[tuple[float, LogLine]]:
+    mine = _WORKER.search(path.name) is not None
+    for line in read_lines(path):
+        if not mine and line.pid in own:
+            continue
+        yield (line.stamp.at if line.stamp is not None else float("-inf")), line

@@ -12,7 +12,7 @@ from typing import Final
 
 from phasesync.importers.base import Course, Imported, LogLine, all_lines
 
-__all__ = ("engine_line", "is_engine", "read_sglang", "read_vllm")
+__all__ = ("engine_line", "is_engine", "read_sglang", "read_vllm", "worker_of")
 
 _FREED: Final = re.compile(
     r"Sleep mode freed (?P<freed>[\d.]+) GiB memory, (?P<held>[\d.]+) GiB memory is still in use"
@@ -27,7 +27,8 @@ _NOT_ASLEEP: Final = re.compile(
 )
 _RESET: Final = re.compile(r"Successfully reset prefix cache")
 _ENGINE: Final = re.compile(
-    r"^\s*\(?(?:EngineCore|Worker|vLLM|SGLang|VllmWorker)\w*", re.IGNORECASE
+    r"^\s*\(?(?:EngineCore|vLLM|SGLang|VllmWorker|RayWorkerWrapper|Worker(?:_\w+)?(?:\s|$))",
+    re.IGNORECASE,
 )
 _PREFIX: Final = re.compile(
     r"^\((?P<proc>(?:EngineCore|Worker|APIServer)\S*)\s+pid=(?P<pid>\d+)\)\s*"
@@ -90,6 +91,13 @@ def _read(name: str, paths: Sequence[Path]) -> Imported:
 def is_engine(line: LogLine) -> bool:
     """Whether a process of an engine wrote the line."""
     return bool(_ENGINE.search(line.actor) or _PREFIX.match(line.text))
+
+
+def worker_of(line: LogLine) -> str | None:
+    """The engine's process that a line names, as vLLM puts it before each: `Worker_TP2`."""
+    if (prefix := _PREFIX.match(line.text)) is not None:
+        return prefix["proc"][:80]
+    return line.actor[:80] if line.actor.startswith(("Worker_", "EngineCore")) else None
 
 
 def engine_line(course: Course, line: LogLine) -> bool:

@@ -16,10 +16,11 @@ from typing import Any, Final
 from phasesync.errors import InputError
 from phasesync.importers.base import Course, Imported, LogLine
 
-__all__ = ("read",)
+__all__ = ("is_dump", "read")
 
 _KEPT: Final = 64  # collectives per rank; a ring buffer has thousands that all completed
 _SIZE_MAX: Final = 1 << 30
+_LOOK_MAX: Final = 1 << 26
 _PLAIN: Final = frozenset(
     {
         "dict",
@@ -82,6 +83,17 @@ def read(paths: Sequence[Path]) -> Imported:
         if entry.get("state") == "completed" or entry.get("retired") is True:
             course.put(rank, phase, "end", line, **attrs)
     return course.done(sorted(everybody))
+
+
+def is_dump(path: Path) -> bool:
+    """Whether a file is a dump: a pickle or JSON with entries, and small enough for a look."""
+    try:
+        if path.stat().st_size > _LOOK_MAX or path.read_bytes()[:1] not in (b"\x80", b"{"):
+            return False
+        _load(path)
+    except (InputError, OSError):
+        return False
+    return True
 
 
 def _load(path: Path) -> dict[str, Any]:

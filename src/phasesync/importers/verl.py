@@ -1,14 +1,14 @@
-"""verl under Ray: `log_gpu_memory_usage` lines, vLLM's and SGLang's lines in worker output, and
-errors.
+"""verl under Ray: what its workers print of a weight sync, with the engine's own lines and errors.
 
-The heads are those of `ActorRolloutRefWorker.update_weights` (verl 0.9); verl prints them at DEBUG
-and on rank 0 only, unless told otherwise. Phases follow each other at once there, so that the end
-of one is the start of the next, and an error between two heads belongs to the phase that had
-begun.
+`ActorRolloutRefWorker.update_weights` (verl 0.9) empties the cache of every rank twice, before the
+weights come back and after its offload, and says so at INFO; the memory figures between are printed
+at DEBUG, on rank 0 only. Who died in which line stands in the driver's traceback. All ranks run one
+program, so that the n-th cleanup of one is the n-th of all.
 """
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +22,10 @@ _MEMORY: Final = re.compile(
     r"memory reserved \(GB\): (?P<reserved>[\d.]+), "
     r"device memory used/total \(GB\): (?P<used>[\d.]+)/(?P<total>[\d.]+)"
 )
+# utils/memory_utils.py `aggressive_empty_cache`: one line an attempt, counted from 1 in each call.
+_CLEANUP: Final = re.compile(
+    r"Memory cleanup attempt (?P<attempt>\d+): Freed (?P<freed>-?[\d.]+) GB reserved"
+)
 # What verl calls a step, what it is here, and what it goes on to at once.
 _HEADS: Final[dict[str, tuple[str, str | None]]] = {
     "resume weights": ("resume_weights", "update_weights"),
@@ -33,6 +37,9 @@ _HEADS: Final[dict[str, tuple[str, str | None]]] = {
     "update_actor": ("train", None),
     "generate_sequences": ("generate_sequences", None),
 }
+_ENOUGH_GB: Final = 1.0  # an attempt that freed less is the last
+_ATTEMPTS: Final = 3
+_FIRST: Final = "resume weights"  # the head that follows the first cleanup of a sync
 _ERROR: Final = re.compile(
     r"(?P<type>(?:torch\.)?(?:cuda\.)?OutOfMemoryError|RuntimeError|ray\.exceptions\.\w+|"
     r"AssertionError|KeyError|TimeoutError|ValueError|AttributeError|torch\.distributed\.\w+):? ?"
@@ -41,57 +48,258 @@ _ERROR: Final = re.compile(
 _DIED: Final = re.compile(
     r"The actor died|worker died|SIGKILL|process exited unexpectedly|Worker proc .* died"
 )
+# The driver's traceback: "ray::WorkerDict.actor_rollout_update_weights() (pid=1196, ip=...".
+_TASK: Final = re.compile(r"ray::(?P<actor>[\w.]+)\.(?P<method>\w+)\(\).{0,12}?\(pid=(?P<pid>\d+)")
+_FRAMES: Final[tuple[tuple[re.Pattern[str], str], ...]] = (
+    (re.compile(r"rollout\.resume\(.*kv_cache"), "resume_kv"),
+    (re.compile(r"rollout\.resume\(.*weights"), "resume_weights"),
+    (re.compile(r"rollout\.update_weights\("), "update_weights"),
+    (re.compile(r"engine\.to\(\W*cpu"), "offload"),
+)
+# The frame of an engine's own traceback that tells what it was doing.
+_IN: Final = re.compile(r'File ".*", line \d+, in (wake_up|sleep|load_weights|update_weights\w*)$')
+_TAKES: Final = ("resume_kv", "resume_weights")
+_FOLDED: Final = (
+    "every process's own lines: RAY_DEDUP_LOGS=0, or the worker-*.err files in the logs folder of "
+    "Ray's session; here Ray folded lines of several processes into one"
+)
+_QUIET: Final = (
+    "VERL_LOGGING_LEVEL=INFO or DEBUG in the workers' environment: then every rank says when it "
+    "has emptied its cache, and rank 0 what its device holds"
+)
+
+
+@dataclass(slots=True)
+class _Death:
+    """A worker that raised, as the driver's traceback has it."""
+
+    pid: str
+    line: LogLine
+    phase: str | None = None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What must be known before the first event is written."""
+
+    cleanups: dict[str, int] = field(default_factory=dict)
+    heads: dict[str, int] = field(default_factory=dict)
+    offset: int | None = None
+    folded: bool = False
+    deaths: list[_Death] = field(default_factory=list)
+
+    def see(self, line: LogLine) -> None:
+        if (found := _CLEANUP.search(line.text)) is not None:
+            self.folded = self.folded or line.times > 1
+            if found["attempt"] == "1":
+                self.cleanups[line.who] = self.cleanups.get(line.who, 0) + 1
+        elif (memory := _MEMORY.search(line.text)) is not None:
+            self.heads[line.who] = self.heads.get(line.who, 0) + 1
+            before = memory["when"] == "Before" and memory["what"] == _FIRST
+            if before and self.offset is None and line.who in self.cleanups:
+                self.offset = self.cleanups[line.who] - 1
+        elif not line.pid:
+            self._traceback(line)
+
+    def _traceback(self, line: LogLine) -> None:
+        if (task := _TASK.search(line.text)) is not None:
+            self.deaths.append(_Death(task["pid"], line))
+        elif self.deaths and self.deaths[-1].error == "":
+            death = self.deaths[-1]
+            for frame, phase in _FRAMES:
+                if frame.search(line.text):
+                    death.phase = phase
+            if (found := _ERROR.match(line.text.strip())) is not None:
+                for each in self.deaths:
+                    each.error = each.error or f"{found['type']}: {found['text']}"
+
+    def settle(self) -> None:
+        """Without figures, whoever died in its KV resume had just emptied its cache the second
+        time.
+        """
+        if self.offset is None:
+            died = [each for each in self.deaths if each.phase == "resume_kv"]
+            counts = [self.cleanups.get(f":{each.pid}", 0) for each in died]
+            self.offset = counts[0] % 2 if counts else 0
+        self.offset %= 2
+
+    def leads(self, line: LogLine) -> bool:
+        """Whether a process resumes for others: verl's rank 0 prints figures, a leader dies in
+        it.
+        """
+        if len(self.heads) == 1 and line.who in self.heads:
+            return True
+        return any(each.pid == line.pid and each.phase in _TAKES for each in self.deaths)
 
 
 def read(paths: Sequence[Path]) -> Imported:
-    """The trace of a verl job from its driver log or its Ray worker logs."""
-    course = Course("verl")
+    """The trace of a verl job from its driver log, its Ray worker logs, or both."""
+    known = _Known()
     for line in all_lines(paths):
-        if not _line(course, line):
-            course.out.skipped += 1
-    return course.done()
+        known.see(line)
+    known.settle()
+    reader = _Reader(known)
+    for line in all_lines(paths):
+        if not reader.line(line):
+            reader.course.out.skipped += 1
+    return reader.done()
 
 
-def _line(course: Course, line: LogLine) -> bool:
-    if (found := _MEMORY.search(line.text)) is not None:
-        return _memory(course, line, found)
-    if enginelogs.engine_line(course, line):
-        return True
-    if (found := _ERROR.search(line.text)) is not None and _is_error(line):
-        role = "engine" if enginelogs.is_engine(line) else ""
-        rank = course.rank(line.who, line.rank, role)
-        error = f"{found['type']}: {found['text']}"
-        if not _seen(course, rank, error):
-            course.fail(rank, line, error)
-        return True
-    if _DIED.search(line.text):
-        rank = course.rank(line.who, line.rank)
-        course.fail(rank, line, line.text.strip()[:200], event="exit")
-        return True
-    return False
+class _Reader:
+    """Lines into events, once it is known who leads and which cleanup is which."""
 
+    def __init__(self, known: _Known) -> None:
+        self.course = Course("verl")
+        self._known = known
+        self._count: dict[str, int] = {}
+        self._freed: dict[str, float] = {}
+        self._trainers: dict[int, None] = {}
+        self._failed: set[str] = set()
+        self._frame: dict[str, str] = {}
+        self._takes: list[dict[str, Any]] = []
 
-def _memory(course: Course, line: LogLine, found: re.Match[str]) -> bool:
-    known = _HEADS.get(found["what"].strip())
-    rank = course.rank(line.who, line.rank, "trainer")
-    total, used = float(found["total"]), float(found["used"])
-    course.capacity = total
-    attrs: dict[str, Any] = {
-        "free_gib": round(total - used, 2),
-        "reserved_gib": float(found["reserved"]),
-        "used_gib": used,
-    }
-    if known is None:
+    def line(self, line: LogLine) -> bool:
+        """Whether the line meant anything."""
+        if (found := _MEMORY.search(line.text)) is not None:
+            return self._memory(line, found)
+        if (found := _CLEANUP.search(line.text)) is not None:
+            return self._cleanup(line, found)
+        if enginelogs.engine_line(self.course, line):
+            return True
+        if (frame := _IN.search(line.text)) is not None:
+            self._frame[line.who] = frame[1]
+        if not line.pid and self._known.deaths:
+            return False  # A driver's traceback: told at the end, with the process that it names.
+        if (found := _ERROR.search(line.text)) is not None and _is_error(line):
+            return self._error(line, f"{found['type']}: {found['text']}")
+        if _DIED.search(line.text):
+            rank = self.course.process(line)
+            self.course.fail(rank, line, line.text.strip()[:200], event="exit")
+            return True
         return False
-    phase, then = known
-    if found["when"] == "Before":
-        course.turn(rank, phase)
-        course.put(rank, phase, "start", line, **attrs)
+
+    def done(self) -> Imported:
+        for death in self._known.deaths:
+            self._died(death)
+        everybody = list(self._trainers)
+        for attrs in self._takes:
+            attrs["gpus"] = everybody
+        out = self.course.done()
+        more = [_FOLDED] if self._known.folded else []
+        if not self._known.cleanups:
+            more.append(_QUIET)
+        if more:
+            out.header["record_next"] = more
+        return out
+
+    def _trainer(self, line: LogLine) -> int:
+        rank = self.course.process(line, "trainer")
+        self._trainers.setdefault(rank, None)
+        return rank
+
+    def _cleanup(self, line: LogLine, found: re.Match[str]) -> bool:
+        if self._known.folded:
+            return False  # Whose lines they are is not known any more.
+        rank = self._trainer(line)
+        attempt, freed = int(found["attempt"]), float(found["freed"])
+        if attempt == 1:
+            self._count[line.who] = self._count.get(line.who, 0) + 1
+            self._freed[line.who] = 0.0
+        self._freed[line.who] = self._freed.get(line.who, 0.0) + freed
+        step = self._count.get(line.who, 0) - (self._known.offset or 0)
+        if step < 1:
+            return True
+        first = step % 2 == 1
+        phase = "trim_cache" if first else "empty_cache"
+        if attempt == 1:
+            self._cleanup_begins(rank, step, phase, line)
+        if freed < _ENOUGH_GB or attempt == _ATTEMPTS:  # As verl's own loop ends.
+            freed_gib = round(self._freed[line.who], 2)
+            self.course.put(rank, phase, "end", line, freed_gib=freed_gib)
+            if not first and self._known.leads(line):
+                self._take(rank, "resume_kv", line)
+            elif first and line.who not in self._known.heads:
+                self.course.put(rank, "update_weights", "start", line)
         return True
-    course.put(rank, phase, "end", line, **attrs)
-    if then is not None:
-        course.put(rank, then, "start", line)
-    return True
+
+    def _cleanup_begins(self, rank: int, step: int, phase: str, line: LogLine) -> None:
+        course, first = self.course, step % 2 == 1
+        for ended in ("resume_kv",) if first else ("update_weights", "offload"):
+            # Only rank 0 says when it goes from its update to its offload; all of them do.
+            if course.is_open(rank, ended) or ended == "offload":
+                course.put(rank, ended, "end", line)
+        if first:
+            course.epoch(rank, (step + 1) // 2)
+        course.put(rank, phase, "start", line)
+
+    def _memory(self, line: LogLine, found: re.Match[str]) -> bool:
+        known = _HEADS.get(found["what"].strip())
+        course = self.course
+        rank = self._trainer(line)
+        total, used = float(found["total"]), float(found["used"])
+        course.capacity = total
+        attrs: dict[str, Any] = {
+            "free_gib": round(total - used, 2),
+            "reserved_gib": float(found["reserved"]),
+            "used_gib": used,
+        }
+        if known is None:
+            return False
+        phase, then = known
+        if found["when"] == "Before":
+            if line.who not in self._count:
+                course.turn(rank, phase)
+            course.put(rank, phase, "start", line, **attrs)
+            return True
+        ended = course.is_open(rank, phase) or line.who not in self._count
+        course.put(rank, phase, "end" if ended else "progress", line, **attrs)
+        if then is not None and not course.is_open(rank, then):
+            if then in _TAKES:
+                self._take(rank, then, line)
+            else:
+                course.put(rank, then, "start", line)
+        return True
+
+    def _take(self, rank: int, phase: str, line: LogLine) -> None:
+        """A leader's resume acts on the devices of all trainers; which those are shows later."""
+        self.course.put(rank, phase, "start", line)
+        if self._known.leads(line):
+            self._takes.append(self.course.out.events[-1]["attrs"])
+
+    def _error(self, line: LogLine, error: str) -> bool:
+        engine = enginelogs.is_engine(line)
+        rank = self.course.process(line, "engine" if engine else "")
+        if _seen(self.course, rank, error):
+            return True
+        worker = enginelogs.worker_of(line)
+        waiting = [
+            (each, phase)
+            for each in self._trainers
+            for phase in _TAKES
+            if self.course.is_open(each, phase)
+        ]
+        if not engine:
+            self.course.fail(rank, line, error)
+            return True
+        within = self._frame.get(line.who, "wake_up" if waiting else "worker")
+        self.course.put(rank, within, "fail", line, error=error[:500], worker=worker)
+        if len(waiting) != 1:
+            return True
+        # The engine acts for the trainer that called it, which dies of the same error.
+        self.course.put(*waiting[0], "fail", line, error=error, worker=worker)
+        self._failed.add(str(waiting[0][0]))
+        return True
+
+    def _died(self, death: _Death) -> None:
+        line = death.line._replace(pid=death.pid)
+        if line.who not in self.course.known() or death.phase is None:
+            return
+        rank = self.course.process(line)
+        if str(rank) in self._failed:
+            return
+        self._failed.add(str(rank))
+        self.course.put(rank, death.phase, "fail", line, error=death.error[:500])
 
 
 def _is_error(line: LogLine) -> bool:
