@@ -166,7 +166,7 @@ def test_old_incarnations_are_found_where_nothing_stops_them(
 def test_replaced_ranks_and_a_floor_are_sound() -> None:
     report = check(COLOCATED, ranks=2, faults="restart", settings=QUICK)
     assert isinstance(report.verdict, Holds)
-    assert report.verdict.states == 4762
+    assert report.verdict.states == 5100
     assert {"restart", "wake"} <= set(report.reached)
 
 

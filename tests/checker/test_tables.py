@@ -39,9 +39,9 @@ def everything(found: Plan, faults: Faults, epochs: int) -> set[System]:
     ("faults", "states"),
     [
         (Faults(), 462),
-        (Faults(most=1, crash=True), 3472),
-        (Faults(most=1, fail=True), 3261),
-        (Faults(most=1, hang=True, deadlines=True), 5228),
+        (Faults(most=1, crash=True), 3810),
+        (Faults(most=1, fail=True), 3377),
+        (Faults(most=1, hang=True, deadlines=True), 5954),
     ],
     ids=["none", "crash", "fail", "hang"],
 )

@@ -11,9 +11,11 @@ from phasesync.core.model import Epoch, FenceKey, FenceName, Ticket, Version
 from phasesync.engines.actions import engine_actions
 from phasesync.engines.base import KV_CACHE, WEIGHTS, Floor
 from phasesync.engines.port import LedgerPort
-from phasesync.engines.simulated import Budget, SimulatedDriver, SimulatedEngine
+from phasesync.engines.simulated import Budget, Quirks, SimulatedDriver, SimulatedEngine
 from phasesync.engines.tickets import TicketRules
 from phasesync.errors import EngineError, EngineRefused
+
+REAL = Quirks()
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -23,8 +25,8 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 class Leader:
     """A leader that passes each fence alone and goes through its phases."""
 
-    def __init__(self) -> None:
-        self.engine = SimulatedEngine([Budget(16)])
+    def __init__(self, quirks: Quirks = REAL) -> None:
+        self.engine = SimulatedEngine([Budget(16)], quirks=quirks)
         self.port = LedgerPort(
             SimulatedDriver(self.engine), tickets=TicketRules(run="run", scope="replica/0")
         )
@@ -89,19 +91,62 @@ def test_epochs_end_where_they_began_one_version_later_and_raise_the_floor() -> 
     assert [mark["version"] for mark in leader.marks] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("quirks", [REAL, Quirks(sleeps_whole=True)])
 @pytest.mark.parametrize("until", ["resume_weights", "load", "resume_kv", "serve"])
-def test_recovery_puts_the_engine_back_from_wherever_the_epoch_stopped(until: str) -> None:
-    leader = Leader()
+def test_recovery_puts_the_engine_back_from_wherever_the_epoch_stopped(
+    until: str, quirks: Quirks
+) -> None:
+    leader = Leader(quirks)
 
     async def story() -> None:
         await asleep(leader)
         await leader.epoch(1, until=until)
-        await leader.does("reclaim", "stopped", 1)
+        await leader.does("reclaim", "let_go", 1)
         assert (await leader.port.status()).asleep == {WEIGHTS, KV_CACHE}
+        leader.engine.devices[0].take("all there is", 16)  # What it says is so.
+        leader.engine.devices[0].give("all there is")
         await leader.epoch(1)
 
     run(story())
     assert leader.answers[-1] == "hello@1"
+
+
+def test_an_engine_that_is_half_awake_maps_kv_before_it_releases_only_with_a_ticket_for_it() -> (
+    None
+):
+    leader = Leader(Quirks(sleeps_whole=True))
+
+    async def story() -> None:
+        await asleep(leader)
+        await leader.epoch(1, until="load")
+        with pytest.raises(EngineRefused, match="releases only"):
+            await leader.port.release((WEIGHTS,))
+        with pytest.raises(EngineRefused, match=r"cannot remap.*'memory_released' or 'let_go'"):
+            await leader.does("reclaim", "stopped", 1)
+        assert (await leader.port.status()).asleep == {KV_CACHE}
+        await leader.does("reclaim", "let_go", 1)
+
+    run(story())
+    assert leader.engine.calls[-4:-1] == [
+        "wake(kv_cache)",
+        "pause(keep)",
+        "sleep(weights, kv_cache)",
+    ]
+
+
+def test_an_engine_that_cannot_map_kv_for_its_release_is_not_asked_twice() -> None:
+    leader = Leader(Quirks(sleeps_whole=True))
+
+    async def story() -> None:
+        await asleep(leader)
+        await leader.epoch(1, until="load")
+        leader.engine.devices[0].take("a trainer that did not let go", 10)
+        with pytest.raises(EngineError, match="out of memory"):
+            await leader.does("reclaim", "let_go", 1)
+        with pytest.raises(EngineError, match=r"cannot be reclaimed, it is unknown.*replace it"):
+            await leader.does("quiesce", "stopped", 1)
+
+    run(story())
 
 
 def test_recovery_abandons_an_update_that_is_open() -> None:
@@ -112,7 +157,7 @@ def test_recovery_abandons_an_update_that_is_open() -> None:
         await leader.epoch(1, until="resume_weights")
         await leader.port.begin(Version(1))
         await leader.port.load("half")
-        await leader.does("reclaim", "stopped", 1)
+        await leader.does("reclaim", "let_go", 1)
         await leader.epoch(1)
 
     run(story())
@@ -126,7 +171,7 @@ def test_a_ticket_from_before_a_recovery_is_spent() -> None:
         await asleep(leader)
         await leader.epoch(1, until="resume_weights")
         early = leader.generation
-        await leader.does("reclaim", "stopped", 1)
+        await leader.does("reclaim", "let_go", 1)
         leader.generation = early - 1
         with pytest.raises(EngineRefused, match="has come to"):
             await leader.epoch(1, until="resume_weights")
@@ -144,7 +189,7 @@ def test_an_engine_that_nothing_is_known_of_cannot_be_reclaimed() -> None:
         with pytest.raises(EngineError, match="out of memory"):
             await leader.does("resume_kv", "memory_released", 1)
         with pytest.raises(EngineError, match=r"cannot be reclaimed, it is unknown.*replace it"):
-            await leader.does("reclaim", "stopped", 1)
+            await leader.does("reclaim", "let_go", 1)
 
     run(story())
 

@@ -81,21 +81,23 @@ def test_the_calls_are_nemo_rls_call_by_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "why"),
+    ("answers", "why", "kv_too"),
     [
-        ({"update_weights_via_ipc_zmq": [True, False]}, "did not take the weights"),
-        ({"prepare_for_generation": False}, "did not wake 'weights': it answered False"),
+        ({"update_weights_via_ipc_zmq": [True, False]}, "did not take the weights", True),
+        ({"prepare_for_generation": False}, "did not wake 'weights': it answered False", False),
     ],
     ids=["a worker refuses", "a failure told as False"],
 )
-def test_kv_never_returns_on_weights_that_did_not_come(
-    tmp_path: Path, answers: dict[str, Any], why: str
+def test_kv_returns_on_weights_that_did_not_come_only_to_be_released_with_them(
+    tmp_path: Path, answers: dict[str, Any], why: str, kv_too: bool
 ) -> None:
     synchronizer, calls = made(tmp_path, **answers)
     with pytest.raises(EpochFailed, match=why) as caught:
         synchronizer.sync_weights()
     assert synchronizer.is_stale
     assert caught.value.can_retry
-    assert "generation.prepare_for_generation kv_cache" not in calls
-    assert calls[-2:] == ["generation.finish_generation", "policy.offload_after_refit"]
+    kv = "generation.prepare_for_generation kv_cache"
+    assert calls.count(kv) == kv_too
+    recovery = ["policy.offload_after_refit", *([kv] * kv_too), "generation.finish_generation"]
+    assert calls[-len(recovery) :] == recovery
     synchronizer.shutdown()

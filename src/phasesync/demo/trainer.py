@@ -15,6 +15,7 @@ from struct import pack
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from phasesync.core.model import Rank
@@ -22,7 +23,7 @@ from phasesync.core.plan import Act
 from phasesync.demo.base import KV, WEIGHTS, Command, FreeNow, Link, Said
 from phasesync.demo.budget import DeviceBudget
 from phasesync.demo.model import LAYER_BYTES, LAYERS, WIDTH, fresh, generate, halves, learn
-from phasesync.demo.settings import SLOW_PHASE, Script
+from phasesync.demo.settings import ACCIDENTS, SLOW_PHASE, Script
 from phasesync.errors import DeviceOutOfMemory, EngineError
 from phasesync.runtime.actions import Turn
 from phasesync.runtime.calls import in_thread
@@ -34,6 +35,7 @@ T = TypeVar("T")
 CLOSE_ENOUGH = 1e-4  # Outputs lie in -1 .. 1.
 SURELY_CHANGED = 1e-6
 SLICE_S = 0.25
+ACCIDENT_S = 3.0  # Longer than the slow rank is late.
 
 
 class Names(NamedTuple):
@@ -208,6 +210,29 @@ class Trainer:
     async def empty_cache(self, turn: Turn) -> None:
         self.device.enqueue(self._drop_staging)
         self.device.enqueue(lambda: self.device.budget.give(self._who, self._names.staging))
+        if self._script.accident is not None:
+            await self._meet_by_accident(turn)
+
+    async def _meet_by_accident(self, turn: Turn) -> None:
+        """What no protocol says, and what yet keeps the ranks apart."""
+        self.device.synchronise()
+        turn.synchronised()
+        if self._script.accident == "all_reduce":
+            turn.progress(call=ACCIDENTS["all_reduce"])
+            await self._work(self._all_reduce)
+        elif self.rank.number == self._peers[0]:
+            await asyncio.sleep(ACCIDENT_S)
+
+    def _all_reduce(self) -> None:
+        """As a framework's own metrics would do, on the world's group."""
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{self._scratch}/world",
+                rank=self.rank.number,
+                world_size=len(self._script.plan.members),
+            )
+        dist.all_reduce(torch.ones(1))
 
     def _drop_staging(self) -> None:
         self._staged = None
@@ -253,6 +278,9 @@ class Trainer:
         await self._unmap(turn, KV)
 
     # ------------------------------------------------------------------ recovery
+
+    async def quiesce(self, turn: Turn) -> None:
+        await self._unmap(turn)  # Commands are answered in order: nothing is being read any more.
 
     async def reclaim(self, turn: Turn) -> None:
         await self._unmap(turn, KV, WEIGHTS)
@@ -316,6 +344,7 @@ _ACTIONS: Mapping[str, Callable[[Trainer, Turn], Awaitable[None]]] = {
     "resume_kv": Trainer.resume_kv,
     "serve": Trainer.serve,
     "sleep": Trainer.sleep,
+    "quiesce": Trainer.quiesce,
     "reclaim": Trainer.reclaim,
     "reset": Trainer.reset,
     "sync": Trainer.sync,

@@ -12,7 +12,7 @@ from phasesync.core.model import Version
 from phasesync.engines.base import KV_CACHE, WEIGHTS, EnginePort, EngineStatus, Floor, InFlight, Tag
 from phasesync.errors import EngineError
 
-__all__ = ("Buckets", "engine_actions", "reclaim")
+__all__ = ("Buckets", "engine_actions", "quiesce", "reclaim")
 
 Buckets: TypeAlias = Callable[[Any], Iterable[object] | AsyncIterable[object]]
 _Action: TypeAlias = Callable[[Any], Awaitable[None]]
@@ -65,6 +65,9 @@ def engine_actions(
         await port.release(tags)
         await port.raise_floor(_after(turn))
 
+    async def stop(_turn: Any) -> None:
+        await quiesce(port, in_flight=in_flight)
+
     async def mend(turn: Any) -> None:
         await reclaim(port, turn, tags=tags, in_flight=in_flight)
 
@@ -75,8 +78,25 @@ def engine_actions(
         "resume_kv": resume_kv,
         "serve": serving,
         "sleep": sleep,
+        "quiesce": stop,
         "reclaim": mend,
     }
+
+
+async def quiesce(port: EnginePort, *, in_flight: InFlight = "abort") -> None:
+    """See to it that the engine reads no bucket and runs no request any more.
+
+    Raises:
+        EngineError: what the engine does is not known, so that only a new one helps.
+    """
+    status = await port.status()
+    if status.health != "usable" or status.doubtful:
+        raise EngineError(
+            f"the engine cannot be reclaimed, it is {status.health}: {status.because}; replace it"
+        )
+    await port.pause(in_flight)
+    if status.session is not None:
+        await port.abandon()
 
 
 async def reclaim(
@@ -87,16 +107,10 @@ async def reclaim(
     Raises:
         EngineError: what the engine holds is not known, so that only a new one helps.
     """
+    await quiesce(port, in_flight=in_flight)
     status = await port.status()
-    if status.health != "usable" or status.doubtful:
-        raise EngineError(
-            f"the engine cannot be reclaimed, it is {status.health}: {status.because}; replace it"
-        )
-    await port.pause(in_flight)
-    if status.session is not None:
-        await port.abandon()
     if held := _held(status, tags):
-        await port.release(held)
+        await port.release(held, turn.ticket)
     await port.raise_floor(Floor(turn.ticket.key.attempt if turn.ticket else 0, turn.epoch))
     if turn.ticket is not None:
         await port.spend(turn.ticket)

@@ -194,8 +194,12 @@ class EnginePort(typing.Protocol):
     async def resume_generation(self, ticket: Ticket | None = None) -> None:
         """Start the scheduler, then open the gate; refused unless everything is resident."""
 
-    async def release(self, tags: tuple[Tag, ...]) -> None:
-        """Unmap `tags`; refused while anything runs or a tag is already released."""
+    async def release(self, tags: tuple[Tag, ...], ticket: Ticket | None = None) -> None:
+        """Unmap `tags`; refused while anything runs or a tag is already released.
+
+        An engine that cannot release them without the others maps those for a moment, which needs
+        their memory and a `ticket` that allows it.
+        """
 
     async def resume(self, tag: Tag, ticket: Ticket | None) -> None:
         """Map one tag, weights before KV; refused without a valid ticket."""

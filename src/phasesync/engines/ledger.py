@@ -105,6 +105,13 @@ _RULES: Mapping[str, tuple[Rule, ...]] = {
             "the weights are {s.content}; load a whole version before mapping KV",
         ),
     ),
+    "remap": (  # Only to be released at once, so that it does not matter what the weights are.
+        _KNOWN,
+        _SHUT,
+        _NO_SESSION,
+        (lambda s, c: not s.asleep >= set(c.tags), "it is not released"),
+        (lambda s, _: bool(s.doubtful), "{doubtful} may be unmapped; replace the engine"),
+    ),
     "begin": (
         _NO_SESSION,
         _WEIGHTS_THERE,
@@ -188,6 +195,7 @@ _DONE: Mapping[str, Effect] = {
     "resume_generation": lambda s, _: replace(s, gate="open"),
     "release": _released,
     "resume": lambda s, c: replace(s, asleep=s.asleep - set(c.tags)),
+    "remap": lambda s, c: replace(s, asleep=s.asleep - set(c.tags)),
     "begin": lambda s, c: replace(s, session=c.version, loaded=0, content="loading"),
     "load": lambda s, _: replace(s, loaded=s.loaded + 1),
     "finish": lambda s, c: replace(
@@ -202,6 +210,17 @@ _DONE: Mapping[str, Effect] = {
     "flush": lambda s, _: replace(s, kv_stale=False),
 }
 
+
+def _unmappable(status: EngineStatus, call: Call) -> EngineStatus:
+    return replace(
+        status,
+        asleep=status.asleep - set(call.tags),
+        doubtful=status.doubtful | set(call.tags),
+        health="unknown",
+        because=f"{call} failed",
+    )
+
+
 _FAILED: Mapping[str, Effect] = {
     "pause": lambda s, _: replace(s, gate="shut"),
     "resume_generation": lambda s, _: s,
@@ -212,13 +231,8 @@ _FAILED: Mapping[str, Effect] = {
         content="discarded" if WEIGHTS in c.tags and not c.keeps_weights else s.content,
     ),
     # A tag that failed to map cannot be mapped again, and what follows it is not to be trusted.
-    "resume": lambda s, c: replace(
-        s,
-        asleep=s.asleep - set(c.tags),
-        doubtful=s.doubtful | set(c.tags),
-        health="unknown",
-        because=f"{c} failed",
-    ),
+    "resume": _unmappable,
+    "remap": _unmappable,
     # The engine has closed its session; a whole new update mends partial weights.
     "begin": lambda s, _: replace(s, session=None, content="partial"),
     "load": lambda s, _: replace(s, session=None, loaded=0, content="partial"),

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from phasesync.core.model import Ticket, Version
@@ -37,6 +38,7 @@ DEADLINES_S: Mapping[str, float] = {
     "resume_generation": 60.0,
     "release": 120.0,
     "resume": 120.0,
+    "remap": 120.0,
     "begin": 120.0,
     "load": 900.0,
     "finish": 300.0,
@@ -110,10 +112,26 @@ class LedgerPort:
         await self._run(call, lambda: self._driver.resume_generation(ticket))
         self._gate.open()
 
-    async def release(self, tags: tuple[Tag, ...]) -> None:
+    async def release(self, tags: tuple[Tag, ...], ticket: Ticket | None = None) -> None:
         tags = tuple(dict.fromkeys(tags))
+        if ticket is not None:
+            tags = await self._with_the_rest(tags, ticket)
         call = await self._call("release", tags=tags)
         await self._run(call, lambda: self._driver.release(tags))
+
+    async def _with_the_rest(self, tags: tuple[Tag, ...], ticket: Ticket) -> tuple[Tag, ...]:
+        """`tags`, with what the engine can release only together with them, mapped again."""
+        await self._prepare()
+        status, can = self._status, self._driver.releasable
+        if not can or frozenset(tags) in can or frozenset(tags) | status.asleep not in can:
+            return tags
+        rest = tuple(tag for tag in status.tags if tag in status.asleep)
+        for tag in rest:
+            call = await self._call("remap", tags=(tag,))
+            self._check(call)
+            self._admit(call, tag, ticket)
+            await self._run(call, partial(self._driver.resume, tag, ticket))
+        return tuple(tag for tag in status.tags if tag in {*tags, *rest})
 
     async def resume(self, tag: Tag, ticket: Ticket | None) -> None:
         call = await self._call("resume", tags=(tag,))

@@ -60,6 +60,7 @@ class Quirks:
     resumes the scheduler (vLLM). `acknowledges_early`: a release answers before the memory is
     free (SGLang); `settle()` frees it. `keeps_weights`: level 1 sleep. `replies_shift`: with
     several ranks, a failed call leaves a reply behind that answers the next one (vLLM).
+    `sleeps_whole`: a sleep while anything is asleep is taken for done (vLLM 0.24).
     """
 
     wrong_tag: str = "ignored"
@@ -67,6 +68,7 @@ class Quirks:
     acknowledges_early: bool = False
     keeps_weights: bool = False
     replies_shift: bool = True
+    sleeps_whole: bool = False
 
 
 @dataclass(slots=True)
@@ -129,7 +131,7 @@ class SimulatedEngine:
         """Unmap `tags`; what is asleep already stays so, without a word."""
         self._enter(f"sleep({', '.join(tags)})")
         self.paused = self.paused or self.quirks.resumes_itself
-        if self.torn:
+        if self.torn or (self.quirks.sleeps_whole and self.asleep):
             return
         for tag in set(tags) - self.asleep:
             self.asleep.add(tag)
@@ -242,7 +244,6 @@ class SimulatedEngine:
 class SimulatedDriver:
     """A simulated engine behind the same port as a real one; a bucket is a version to hold."""
 
-    releasable: tuple[frozenset[Tag], ...] = ()
     policies: tuple[InFlight, ...] = ("abort", "wait", "keep")
     unverified: tuple[str, ...] = ()
 
@@ -256,6 +257,10 @@ class SimulatedDriver:
     @property
     def tags(self) -> tuple[Tag, ...]:
         return self.engine.tags
+
+    @property
+    def releasable(self) -> tuple[frozenset[Tag], ...]:
+        return (frozenset(self.tags),) if self.engine.quirks.sleeps_whole else ()
 
     @property
     def keeps_weights(self) -> bool:

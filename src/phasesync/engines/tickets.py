@@ -35,8 +35,8 @@ TICKET_HEADER = "x-phasesync-ticket"
 
 COLOCATED: Mapping[str, tuple[str, ...]] = {
     "weights": ("ready_for_weights",),
-    "kv_cache": ("memory_released",),
-    "cuda_graph": ("memory_released",),
+    "kv_cache": ("memory_released", "let_go"),
+    "cuda_graph": ("memory_released", "let_go"),
     "generate": ("ready_to_serve",),
 }
 

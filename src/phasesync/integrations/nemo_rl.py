@@ -11,7 +11,7 @@ False has failed.
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from itertools import count
 from typing import Any
@@ -54,7 +54,9 @@ class FencedSynchronizer:
         self._stale = True
         self._timer: Any = None
         self._kv_scales: dict[str, float] | None = None
-        self._woken = False
+        self._asked: list[str] = []
+        self._woken: list[str] = []
+        self._readers: Any = None
 
     def sync_weights(
         self, *, timer: Any = None, kv_scales: dict[str, float] | None = None
@@ -102,7 +104,7 @@ class FencedSynchronizer:
             )
             await runner.start()
             self._runner = runner
-        self._woken = False
+        self._asked, self._woken, self._readers = [], [], None
         await self._runner.run_epoch()
 
     def _actions(self) -> dict[str, Callable[[], None]]:
@@ -113,13 +115,14 @@ class FencedSynchronizer:
             "offload": self._policy.offload_after_refit,
             "resume_kv": lambda: self._prepare("kv_cache"),
             "reclaim": self._reclaim,
-            "reset": self._policy.offload_after_refit,
+            "reset": self._reset,
         }
 
     def _prepare(self, tag: str) -> None:
-        self._woken = True
+        self._asked.append(tag)
         if self._generation.prepare_for_generation(tags=[tag]) is False:
             raise EngineError(f"the engine did not wake {tag!r}: it answered False")
+        self._woken.append(tag)
 
     def _transfer(self) -> None:
         named = "prepare_for_generation/transfer_and_update_weights"
@@ -127,17 +130,29 @@ class FencedSynchronizer:
             sent = self._policy.stream_weights_via_ipc_zmq(
                 buffer_size_bytes=self._buffer_bytes(), kv_scales=self._kv_scales
             )
-            received = self._generation.update_weights_via_ipc_zmq()
+            self._readers = self._generation.update_weights_via_ipc_zmq()
             self._join(sent)
-            if not all(answer for answer in self._join(received) if answer is not None):
+            received = self._join(self._readers)
+            self._readers = None
+            if not all(answer for answer in received if answer is not None):
                 raise EngineError("a worker of the engine did not take the weights")
 
     def _buffer_bytes(self) -> int:
         buffer = self._buffer
         return buffer(self._policy) if callable(buffer) else int(buffer * _GIB)
 
+    def _reset(self) -> None:
+        if self._readers is not None:
+            # Nothing that the engine may still read is given back; how the reading ends is known.
+            with suppress(Exception):
+                self._join(self._readers)
+        self._policy.offload_after_refit()
+
     def _reclaim(self) -> None:
-        if self._woken:
+        if self._asked == self._woken == ["weights"]:
+            # An engine that is half awake takes a release for done (vLLM 0.24).
+            self._prepare("kv_cache")
+        if self._asked:
             self._generation.finish_generation()
 
 

@@ -7,12 +7,15 @@ thread, where verl makes its own.
 
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from phasesync.core.model import OptionValue
+from phasesync.errors import EngineError
 from phasesync.integrations.verl.place import TorchDevice
 
 __all__ = ("NaiveSync",)
+
+_LEADER_WAKES = frozenset({"vllm", "sglang"})
 
 
 class NaiveSync:
@@ -29,7 +32,8 @@ class NaiveSync:
         self._weights: Any = None
         self._adapter: Any = None
         self._base_is_due = False
-        self._woken = False
+        self._mapped: Literal["nothing", "weights", "all", "unknown"] = "nothing"
+        self._is_read = False
 
     def actions(self, options: Mapping[str, OptionValue]) -> dict[str, Callable[[], Any]]:
         """What to do in each phase that the options leave in the plan."""
@@ -44,6 +48,7 @@ class NaiveSync:
             "empty_cache": self.empty_cache,
             "resume_kv": self.resume_kv,
             "meet_kv": self.meet_kv,
+            "quiesce": self.quiesce,
             "reclaim": self.reclaim,
             "reset": self.reset,
         }
@@ -56,7 +61,7 @@ class NaiveSync:
     def done(self) -> None:
         """The sync went well everywhere in the replica: the base, if it was due, is there."""
         self._worker.base_sync_done = True
-        self._woken = False  # The engine serves, and is put to sleep by verl's driver.
+        self._mapped = "nothing"  # The engine serves, and is put to sleep by verl's driver.
 
     def drop(self) -> None:
         """Hold on to no weight once the sync is over, however it ended."""
@@ -68,8 +73,9 @@ class NaiveSync:
         self._say("Before resume weights")
 
     async def resume_weights(self) -> None:
-        self._woken = True
+        self._mapped = "unknown"
         await self._worker.rollout.resume(tags=["weights"])
+        self._mapped = "weights"
 
     async def meet_weights(self) -> None:
         if not self._first:
@@ -94,21 +100,25 @@ class NaiveSync:
         base, adapter = worker.actor.engine.get_per_tensor_param(
             layered_summon=worker.layered_summon, base_sync_done=False
         )
-        await worker.rollout.update_weights(
-            base, peft_config=adapter, base_sync_done=False, global_steps=self._global_steps
-        )
+        await self._send(base, peft_config=adapter, base_sync_done=False)
         self._base_is_due = False
 
     async def feed(self) -> None:
         # An adapter that the configuration does not show has its base due here.
         await self.ensure_base()
-        await self._worker.rollout.update_weights(
-            self._weights,
-            peft_config=self._adapter,
-            base_sync_done=True,
-            global_steps=self._global_steps,
-        )
+        await self._send(self._weights, peft_config=self._adapter, base_sync_done=True)
         self._say("After update_weights")
+
+    async def _send(self, weights: Any, **named: Any) -> None:
+        self._is_read = True
+        try:
+            await self._worker.rollout.update_weights(
+                weights, **named, global_steps=self._global_steps
+            )
+        except Exception:
+            self._is_read = False  # It ended, if badly; one that was cut off may go on.
+            raise
+        self._is_read = False
 
     async def offload(self) -> None:
         self._worker.actor.engine.to("cpu", model=True, optimizer=False, grad=False)
@@ -123,19 +133,38 @@ class NaiveSync:
         self._say("After offload model to cpu")
 
     async def resume_kv(self) -> None:
-        self._woken = True
+        self._mapped = "unknown"
         await self._worker.rollout.resume(tags=["kv_cache"])
+        self._mapped = "all"
         self._say("After resume kv_cache")
 
     async def meet_kv(self) -> None:
         if not self._first:
             await self.resume_kv()
 
+    async def quiesce(self) -> None:
+        """After a failed sync: nobody reads this rank's weights any more."""
+        if self._is_read:
+            raise EngineError("the update was cut off; whether the engine still reads is not known")
+
     async def reclaim(self) -> None:
-        """After a failed sync: the engine gives back what it may have mapped."""
-        if self._woken:
-            await self._worker.rollout.release()
-        self._woken = False
+        """After a failed sync: the engine gives back what it mapped.
+
+        An engine that is half awake takes a release for done (vLLM 0.24), so it is woken first;
+        there is room for it, every trainer of the replica has let go. TensorRT-LLM releases what
+        is mapped, and its ranks meet in a wake, which the leader would be alone in.
+        """
+        match self._mapped:
+            case "nothing":
+                return
+            case "unknown":
+                raise EngineError("the engine failed to resume; what it holds is not known")
+            case "weights" if self._worker.rollout.config.name in _LEADER_WAKES:
+                await self.resume_kv()
+            case "weights" | "all":
+                pass
+        await self._worker.rollout.release()
+        self._mapped = "nothing"
 
     async def reset(self) -> None:
         engine = self._worker.actor.engine
