@@ -1,15 +1,24 @@
-"""Processes that talk through a store, step by step: every order of their operations, every death.
+"""Processes that talk through a medium, step by step: every order of operations, every death.
 
-A process is a generator of operations (`core.fence_keys`), the very one that a transport drives on
-a real store. Generators cannot be copied, so a process is known by the replies it has had and is
-replayed from its start when a new reply comes; each history is replayed once.
+A process is a generator of operations. Over a store they are those of `core.fence_keys`, the very
+ones that a transport drives; at a coordinator they are requests to `core.fence_hub`, the very hub
+that a coordinator asks. Generators cannot be copied, so a process is known by the replies it has
+had and is replayed from its start when a new reply comes; each history is replayed once. Hubs are
+known by the requests that they have had, in the same way.
+
+Messages may be lost and come twice. Who loses one, or its answer, never hears of the medium again:
+a real rank would raise that its store is lost, and acquire nothing.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from phasesync.checker.search import NO_BUDGET, Budget
+from phasesync.core import wire
+from phasesync.core.fence import Lost
+from phasesync.core.fence_hub import Hub
 from phasesync.core.fence_keys import (
     Add,
     Append,
@@ -22,10 +31,31 @@ from phasesync.core.fence_keys import (
     Tell,
     Wait,
 )
+from phasesync.core.fence_messages import (
+    Answer,
+    call_from_json,
+    call_to_json,
+    members_hash,
+    verdict_bytes,
+)
+from phasesync.core.model import Arrival, FenceCall, FenceVerdict, Rank
 
-__all__ = ("Cast", "Explored", "Note", "Process", "View", "explore_messages")
-
-Values: TypeAlias = tuple[tuple[str, bytes], ...]
+__all__ = (
+    "HUB",
+    "STORE",
+    "Arrives",
+    "Cast",
+    "ComesBack",
+    "Expires",
+    "Explored",
+    "Hears",
+    "Loses",
+    "Medium",
+    "Note",
+    "Process",
+    "View",
+    "explore_messages",
+)
 
 
 class Note(NamedTuple):
@@ -44,24 +74,41 @@ class Process(NamedTuple):
 
 
 class View(NamedTuple):
-    """What invariants and `when` see: the notes of each process, who waits, ended or crashed."""
+    """What invariants and `when` see: the notes of each process, who waits, ended or crashed, and
+    who lost a message and is cut off since."""
 
     notes: Mapping[str, tuple[tuple[Any, ...], ...]]
     waits: frozenset[str]
     ended: frozenset[str]
     crashed: frozenset[str]
+    cut: frozenset[str]
+
+
+class Medium(NamedTuple):
+    """What processes talk through: its first value, and what an operation makes of a value.
+
+    `blocked` says whether an operation has to wait; `twice` are those that may come twice.
+    """
+
+    start: Any
+    perform: Callable[[Any, Any], tuple[Any, Any]]
+    blocked: Callable[[Any, Any], bool]
+    twice: tuple[type, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cast:
-    """Who takes part, how many may die, whether a message may come twice, and what must hold.
+    """Who takes part, how many may die, how many messages come twice or get lost, what must hold.
 
-    `always` and `at_end` answer with what is wrong, or None.
+    They talk through a store, unless another `medium` is given. `always` and `at_end` answer with
+    what is wrong, or None.
     """
 
     processes: tuple[Process, ...]
     crashes: int = 0
     repeats: int = 0
+    losses: int = 0
+    medium: Medium | None = None
     always: Callable[[View], str | None]
     at_end: Callable[[View], str | None]
 
@@ -86,10 +133,11 @@ class _Node(NamedTuple):
 
 
 class _State(NamedTuple):
-    values: Values
+    values: Any
     nodes: tuple[int, ...]
     crashes: int
     repeats: int
+    cut: frozenset[int] = frozenset()
 
 
 _UNBORN = -1
@@ -171,6 +219,116 @@ _PERFORM: dict[type, Callable[[dict[str, bytes], Any], Any]] = {
 }
 
 
+def _stored(values: tuple[tuple[str, bytes], ...], op: Operation) -> tuple[Any, Any]:
+    after = dict(values)
+    reply = _PERFORM[type(op)](after, op)
+    return tuple(sorted(after.items())), reply
+
+
+#: A key-value store; only what changes it twice when it comes twice is worth repeating.
+STORE = Medium(
+    start=(),
+    perform=_stored,
+    blocked=lambda values, op: isinstance(op, Wait) and op.key not in dict(values),
+    twice=(Append, Add),
+)
+
+
+# --- A coordinator -----------------------------------------------------------------------------
+
+
+class Arrives(NamedTuple):
+    """A rank's arrival comes to the coordinator."""
+
+    call: FenceCall
+    arrival: Arrival
+
+
+class Hears(NamedTuple):
+    """The answer to that arrival, once there is one: the verdict, and whether it was judged."""
+
+    call: FenceCall
+    arrival: Arrival
+
+
+class Expires(NamedTuple):
+    """The deadline of a rank that waits has passed."""
+
+    call: FenceCall
+    by: Rank
+
+
+class Loses(NamedTuple):
+    """A rank is found gone."""
+
+    lost: Lost
+
+
+class ComesBack(NamedTuple):
+    """A later incarnation of a rank connects."""
+
+    rank: Rank
+    incarnation: int
+
+
+def _asked(hub: Hub, request: Any) -> None:
+    match request:
+        case Arrives(call, arrival):
+            hub.arrive(_sent(call), arrival)
+        case Expires(call, by):
+            hub.expire(hub.instance(call), by)
+        case Loses(lost):
+            hub.lose(lost)
+        case ComesBack(rank, incarnation):
+            hub.come_back(rank, incarnation)
+        case _:
+            raise AssertionError(f"a hub is not asked {request!r}")
+
+
+def _sent(call: FenceCall) -> FenceCall:
+    """The call as it comes out at the other end of a connection."""
+    members = members_hash(call.members)
+    said = wire.decode(wire.encode(call_to_json(call, members)))
+    return call_from_json(said, call.key.run, call.key.attempt, {members: call.members})
+
+
+def _hub(history: tuple[Any, ...]) -> Hub:
+    hub = Hub()
+    for request in history:
+        _asked(hub, request)
+    return hub
+
+
+@lru_cache(maxsize=100_000)
+def _answer(history: tuple[Any, ...], hears: Hears) -> tuple[FenceVerdict, bool] | None:
+    """What the rank reads on its connection, once there is anything to read."""
+    instance = _hub(history).instance(hears.call)
+    verdict = instance.answer_for(hears.arrival.rank)
+    if verdict is None:
+        return None
+    judged = instance.judged(hears.arrival)
+    head = Answer(1, None, judged, False, None).head()
+    answer = Answer.decode(head + b"\n" + verdict_bytes(verdict, with_arrivals=not judged))
+    return answer.verdict(hears.call), answer.judged
+
+
+def _at_hub(history: tuple[Any, ...], op: Any) -> tuple[Any, Any]:
+    if isinstance(op, Hears):
+        return history, _answer(history, op)
+    return (*history, op), None
+
+
+HUB = Medium(
+    start=(),
+    perform=_at_hub,
+    blocked=lambda history, op: isinstance(op, Hears) and _answer(history, op) is None,
+    twice=(Arrives,),
+)
+
+
+# --- The exploration ---------------------------------------------------------------------------
+
+
 def explore_messages(cast: Cast, budget: Budget = NO_BUDGET) -> Explored:
     """Every order of operations, with a crash between any two as often as the cast allows."""
     return _Explorer(cast).run(budget)
@@ -181,6 +339,7 @@ class _Explorer:
 
     def __init__(self, cast: Cast) -> None:
         self.cast = cast
+        self.medium = cast.medium or STORE
         self.histories = tuple(_Histories(each.life) for each in cast.processes)
 
     def run(self, budget: Budget) -> Explored:
@@ -188,7 +347,7 @@ class _Explorer:
             _UNBORN if process.when else history.first
             for process, history in zip(self.cast.processes, self.histories, strict=True)
         )
-        first = _State((), starts, 0, 0)
+        first = _State(self.medium.start, starts, 0, 0)
         parents: dict[_State, tuple[_State, str] | None] = {first: None}
         level, found = [first], Explored()
         while level:
@@ -217,22 +376,23 @@ class _Explorer:
         return found
 
     def view(self, state: _State) -> View:
-        keys = dict(state.values)
-        notes, waits, ended, crashed = {}, [], [], []
-        for process, history, node in zip(
-            self.cast.processes, self.histories, state.nodes, strict=True
+        notes, waits, ended, crashed, cut = {}, [], [], [], []
+        for at, (process, history, node) in enumerate(
+            zip(self.cast.processes, self.histories, state.nodes, strict=True)
         ):
             if node == _UNBORN:
                 continue
-            if node < 0:
-                crashed.append(process.name)
             here = history.nodes[node if node >= 0 else -node - 3]
             notes[process.name] = here.notes
-            if here.operation is None:
+            if node < 0:
+                crashed.append(process.name)
+            elif at in state.cut:
+                cut.append(process.name)
+            elif here.operation is None:
                 ended.append(process.name)
-            elif isinstance(here.operation, Wait) and here.operation.key not in keys:
+            elif self.medium.blocked(state.values, here.operation):
                 waits.append(process.name)
-        return View(notes, frozenset(waits), frozenset(ended), frozenset(crashed))
+        return View(notes, *map(frozenset, (waits, ended, crashed, cut)))
 
     def moves(self, state: _State, view: View) -> Iterator[tuple[str, _State]]:
         for at, (process, history) in enumerate(
@@ -243,7 +403,7 @@ class _Explorer:
                 if process.when is not None and process.when(view):
                     yield f"{process.name} starts", _with(state, at, history.first)
                 continue
-            if node < 0 or (operation := history.nodes[node].operation) is None:
+            if node < 0 or at in state.cut or (operation := history.nodes[node].operation) is None:
                 continue
             if process.may_crash and state.crashes < self.cast.crashes:
                 # The node is kept below zero: what the dead one had noted still counts.
@@ -252,18 +412,24 @@ class _Explorer:
             if process.name in view.waits:
                 continue
             label = f"{process.name} {type(operation).__name__} {getattr(operation, 'key', '')}"
-            yield label, self._performed(state, at, operation, times=1)
-            if isinstance(operation, Append) and state.repeats < self.cast.repeats:
+            label = label.rstrip()
+            after = self._performed(state, at, operation, times=1)
+            yield label, after
+            if process.may_crash and len(state.cut) < self.cast.losses:
+                cut = state.cut | {at}
+                yield f"{label} lost", state._replace(cut=cut)
+                # What its invariants read is what came of it, which it does not act on.
+                yield f"{label} unanswered", after._replace(cut=cut)
+            if isinstance(operation, self.medium.twice) and state.repeats < self.cast.repeats:
                 twice = self._performed(state, at, operation, times=2)
                 yield f"{label} twice", twice._replace(repeats=state.repeats + 1)
 
-    def _performed(self, state: _State, at: int, operation: Operation, *, times: int) -> _State:
-        values = dict(state.values)
-        reply: Any = None
+    def _performed(self, state: _State, at: int, operation: Any, *, times: int) -> _State:
+        values, reply = state.values, None
         for _ in range(times):
-            reply = _PERFORM[type(operation)](values, operation)
+            values, reply = self.medium.perform(values, operation)
         node = self.histories[at].after(state.nodes[at], reply)
-        return _with(state._replace(values=tuple(sorted(values.items()))), at, node)
+        return _with(state._replace(values=values), at, node)
 
 
 def _with(state: _State, at: int, node: int) -> _State:

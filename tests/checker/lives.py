@@ -1,0 +1,221 @@
+"""Ranks that go through fences, as processes: over a store, and at a coordinator.
+
+They note each arrival that has come and each verdict that they see; what must hold reads the notes.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Any, TypeAlias
+
+from phasesync.checker.messages import (
+    HUB,
+    Arrives,
+    Cast,
+    ComesBack,
+    Expires,
+    Hears,
+    Loses,
+    Note,
+    Process,
+    View,
+)
+from phasesync.core.fence import Lost
+from phasesync.core.fence_keys import Append, Space, writer
+from phasesync.core.fence_loss import reporting
+from phasesync.core.fence_steps import Passed, arriving, connecting, expiring
+from phasesync.core.model import (
+    Arrival,
+    Broken,
+    Digest,
+    Epoch,
+    FenceCall,
+    FenceKey,
+    FenceName,
+    Opened,
+    Rank,
+    RoleName,
+    RootCause,
+    Version,
+)
+
+Life: TypeAlias = Generator[Any, Any, Any]
+Arriving: TypeAlias = Callable[..., Life]
+SPACE = Space.of("r", 0)
+
+
+def ranks(size: int) -> tuple[Rank, ...]:
+    return tuple(Rank(RoleName("t"), number) for number in range(size))
+
+
+def call(size: int, generation: int, fence: str = "f") -> FenceCall:
+    return FenceCall(
+        key=FenceKey("r", 0, "world", generation),
+        fence=FenceName(fence),
+        epoch=Epoch(generation),
+        version=Version(0),
+        digest=Digest("d"),
+        members=ranks(size),
+        deadline_s=1.0,
+    )
+
+
+def arrival(rank: Rank, generation: int, incarnation: int = 0, fence: str = "f") -> Arrival:
+    return Arrival(
+        rank=rank,
+        incarnation=incarnation,
+        nonce=f"{rank}.{incarnation}@{generation}",
+        fence=FenceName(fence),
+        epoch=Epoch(generation),
+        version=Version(0),
+        digest=Digest("d"),
+        seq=generation,
+    )
+
+
+def told(generation: int, answer: Opened | Broken | None) -> Note:
+    """What a rank is told: the verdict, or that nobody judged its arrival."""
+    match answer:
+        case Opened(ticket=ticket):
+            return Note(("open", generation, ticket.hash))
+        case Broken(cause=cause):
+            return Note(("broken", generation, str(cause)))
+        case None:
+            return Note(("unjudged", generation))
+
+
+def life(
+    size: int,
+    rank: Rank,
+    generations: range,
+    incarnation: int = 0,
+    *,
+    fence: str = "f",
+    arrive: Arriving = arriving,
+) -> Callable[[], Life]:
+    """A rank over a store."""
+
+    def steps() -> Life:
+        yield from connecting(SPACE, rank, incarnation, nonce=str(rank))
+        register, opened = True, None
+        for generation in generations:
+            asked = call(size, generation, fence)
+            own = arrival(rank, generation, incarnation, fence)
+            passed = yield from noted(
+                arrive(SPACE, asked, own, register=register, opened_before=opened, wait=True),
+                generation,
+            )
+            assert isinstance(passed, Passed)
+            yield told(generation, passed.answer)
+            register = not isinstance(passed.answer, Opened)
+            opened = opened if register else generation
+
+    return steps
+
+
+def noted(steps: Life, generation: int) -> Life:
+    log = SPACE.at("world", generation).log
+    reply: Any = None
+    while True:
+        try:
+            operation = steps.send(reply)
+        except StopIteration as end:
+            return end.value
+        reply = yield operation
+        if isinstance(operation, Append) and operation.key == log:
+            yield Note(("arrived", generation))
+
+
+def hub_life(
+    size: int, rank: Rank, generations: range, incarnation: int = 0, *, fence: str = "f"
+) -> Callable[[], Life]:
+    """A rank at a coordinator."""
+
+    def steps() -> Life:
+        if incarnation:
+            yield ComesBack(rank, incarnation)
+        for generation in generations:
+            asked = call(size, generation, fence)
+            own = arrival(rank, generation, incarnation, fence)
+            yield Arrives(asked, own)
+            yield Note(("arrived", generation))
+            verdict, judged = yield Hears(asked, own)
+            passes = judged or isinstance(verdict, Broken)
+            yield told(generation, verdict if passes else None)
+
+    return steps
+
+
+def one_verdict(size: int) -> Callable[[View], str | None]:
+    """Nobody passes unless all arrived, and no two see different verdicts."""
+
+    def always(view: View) -> str | None:
+        verdicts: dict[int, set[tuple[Any, ...]]] = {}
+        arrived: dict[int, set[str]] = {}
+        for name, notes in view.notes.items():
+            for note in notes:
+                if note[0] == "arrived":
+                    arrived.setdefault(note[1], set()).add(name.split(".")[0])
+                elif note[0] in {"open", "broken"}:
+                    verdicts.setdefault(note[1], set()).add(note)
+        for generation, seen in verdicts.items():
+            if len(seen) > 1:
+                return f"generation {generation} has two verdicts: {sorted(map(str, seen))}"
+            if next(iter(seen))[0] == "open" and len(arrived.get(generation, ())) < size:
+                return f"generation {generation} opened before all arrived"
+        return None
+
+    return always
+
+
+def all_end(view: View) -> str | None:
+    left = view.waits - view.crashed
+    return f"waits for ever: {sorted(left)}" if left else None
+
+
+def cast(size: int, generations: int, mortal: tuple[int, ...] = (0, 1), **settings: Any) -> Cast:
+    """So many ranks; `mortal` may die or lose a message, `at` is `hub` for a coordinator."""
+    own = settings.pop("at", "store")
+    make = settings.pop("life", life if own == "store" else hub_life)
+    return Cast(
+        processes=tuple(
+            Process(str(rank), make(size, rank, range(generations)), may_crash=number in mortal)
+            for number, rank in enumerate(ranks(size))
+        )
+        + settings.pop("more", ()),
+        medium=None if own == "store" else HUB,
+        always=settings.pop("always", one_verdict(size)),
+        at_end=settings.pop("at_end", all_end),
+        **settings,
+    )
+
+
+def gone(rank: Rank) -> Lost:
+    cause = RootCause(kind="dead", ranks=(rank,), error="killed")
+    return Lost(rank=rank, incarnation=0, cause=cause)
+
+
+def watcher(rank: Rank, at: str = "store", *, wrongly: bool = False) -> Process:
+    """Whoever watches processes finds the rank gone at any time after its end, or `wrongly`."""
+    lost = gone(rank)
+    return Process(
+        f"watcher of {rank}",
+        lambda: reporting(SPACE, lost) if at == "store" else iter_of(Loses(lost)),
+        when=lambda view: wrongly or str(rank) in view.crashed | view.cut,
+    )
+
+
+def deadline(size: int, rank: Rank, generation: int, at: str = "store") -> Process:
+    """A rank's patience ends, at any time while it waits."""
+    asked = call(size, generation)
+    return Process(
+        f"deadline of {rank}",
+        lambda: (
+            expiring(SPACE, asked, writer(rank, 0), {})
+            if at == "store"
+            else iter_of(Expires(asked, rank))
+        ),
+        when=lambda view: str(rank) in view.waits,
+    )
+
+
+def iter_of(request: Any) -> Life:
+    yield request
