@@ -14,7 +14,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.fences.faults.ranks import SKIPS_S, Life, Record, signal_self, enter
+from tests.fences.faults.ranks import SKIPS_S, Life, Record, enter, signal_self
 from tests.fences.processes import store_client
 
 __all__ = ("STOCK", "process")
