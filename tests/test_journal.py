@@ -10,6 +10,7 @@ import pytest
 import structlog
 
 from phasesync.core.model import Rank, RoleName
+from phasesync.errors import PlanError
 from phasesync.journal import ERROR_BYTES_MAX, Journal, JournalWarning
 
 WHO = Rank(RoleName("trainer"), 3)
@@ -116,3 +117,63 @@ def test_a_second_incarnation_has_its_own_file(tmp_path: Path) -> None:
         "trainer-3.0.jsonl",
         "trainer-3.1.jsonl",
     ]
+
+
+def cycle(log: Journal, epochs: int) -> None:
+    for epoch in range(1, epochs + 1):
+        log.bind(epoch=epoch)
+        log.write("epoch.begin")
+        log.write("phase.start", phase="train")
+        log.write("epoch.end")
+
+
+def test_rotation_deletes_whole_epochs_and_says_so_first(tmp_path: Path) -> None:
+    with journal(tmp_path, keep_epochs=8) as log:
+        log.write("plan", epoch=0, members=["trainer/3"])
+        cycle(log, 40)
+    files = sorted(log.path.parent.iterdir(), key=lambda path: read(path)[0]["seq"])
+    lines = [line for path in files for line in read(path)]
+    begun = [line["epoch"] for line in lines if line["event"] == "epoch.begin"]
+    assert begun == list(range(begun[0], 41))
+    assert 8 <= len(begun) <= 8 + 2 + 2
+    assert [line["seq"] for line in lines] == list(range(lines[0]["seq"], log.seq))
+    for path in files:
+        head, plan, begin = read(path)[:3]
+        assert (head["event"], plan["event"], begin["event"]) == (
+            "journal.part", "plan", "epoch.begin",
+        )  # fmt: skip
+        assert begin["epoch"] == head["after_epoch"] + 1
+    assert read(files[-1])[0]["kept_seq"] == lines[0]["seq"]
+
+
+def test_max_bytes_bounds_all_but_the_open_epoch(tmp_path: Path) -> None:
+    with journal(tmp_path, max_bytes=8000) as log:
+        cycle(log, 100)
+        assert sum(path.stat().st_size for path in log.path.parent.iterdir()) <= 8000 + 1000
+        log.bind(epoch=101)
+        log.write("epoch.begin")
+        for _ in range(100):
+            log.write("phase.progress", phase="train")
+    assert sum(line["event"] == "phase.progress" for line in read(log.path)) == 100
+
+
+@pytest.mark.parametrize("limit", [{"keep_epochs": 0}, {"max_bytes": -1}])
+def test_a_limit_that_is_none_is_refused(tmp_path: Path, limit: dict[str, int]) -> None:
+    with pytest.raises(PlanError, match="must be 1 or more"):
+        journal(tmp_path, **limit)
+
+
+def test_limits_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHASESYNC_KEEP_EPOCHS", "4")
+    with journal(tmp_path) as log:
+        cycle(log, 9)
+    assert log.path.name == "trainer-3.0.part8.jsonl"
+    monkeypatch.setenv("PHASESYNC_KEEP_EPOCHS", "many")
+    with pytest.raises(PlanError, match="'many'; it must be a number"):
+        journal(tmp_path)
+
+
+def test_without_limits_all_is_one_file(tmp_path: Path) -> None:
+    with journal(tmp_path) as log:
+        cycle(log, 50)
+    assert [path.name for path in log.path.parent.iterdir()] == ["trainer-3.0.jsonl"]

@@ -4,6 +4,10 @@ Each rank and incarnation has a file of its own, append-only, one `write` a line
 crash leaves is whole lines and at most one torn one. A full disk or a read-only folder never takes
 the sync down: the journal warns once and counts what it lost, and the gap in `seq` shows it.
 structlog runs with processors of its own; `structlog.configure` belongs to the application.
+
+A long run may keep its last epochs only. The journal goes on in a new file between two epochs,
+never within one, and the first line of that file says from which line on the journal is still
+there, before anything older is deleted.
 """
 
 import errno
@@ -22,6 +26,7 @@ import structlog
 
 from phasesync.core import wire
 from phasesync.core.model import Rank
+from phasesync.core.retention import Part, Retention
 from phasesync.errors import PlanError
 
 __all__ = (
@@ -70,7 +75,7 @@ class _File:
 
     def __init__(self, path: Path, *, fsync: bool) -> None:
         self.path = path
-        self.lost = 0
+        self.lost = self.size = 0
         self._fsync = fsync
         self._torn = False
         self._warned = False
@@ -91,10 +96,24 @@ class _File:
                 self._torn = True
                 raise OSError(errno.ENOSPC, "the line was cut short")
             self._torn = False
+            self.size += written
             if self._fsync:
                 os.fsync(self._fd)
         except OSError as error:
             self.lost += 1
+            self._warn(error)
+
+    def turn_to(self, path: Path) -> None:
+        """Go on in another file."""
+        self.close()
+        self.path, self.size = path, 0
+        self._tried = self._torn = False
+
+    def drop(self, name: str) -> None:
+        """Delete a file beside it that is no longer kept."""
+        try:
+            self.path.with_name(name).unlink(missing_ok=True)
+        except OSError as error:
             self._warn(error)
 
     def _open(self) -> None:
@@ -137,8 +156,13 @@ class Journal:
     `wall` gives UTC seconds and `mono_ns` nanoseconds; simulated ranks bring clocks of their own.
     Any thread may write; `stands` may be read by any.
 
+    With `keep_epochs` or `max_bytes` (else $PHASESYNC_KEEP_EPOCHS and $PHASESYNC_MAX_BYTES, else
+    all is kept) the journal goes on in `<role>-<rank>.<incarnation>.part1.jsonl` and so on, and
+    what is older is deleted. At least `keep_epochs` whole epochs are there, in `max_bytes` a rank
+    and incarnation as far as the open file allows.
+
     Raises:
-        PlanError: `fsync` is not one of FSYNC, or `run` cannot be a folder's name.
+        PlanError: `fsync` is not one of FSYNC, `run` cannot be a folder's name, or a limit is none.
     """
 
     def __init__(
@@ -151,6 +175,8 @@ class Journal:
         incarnation: int = 0,
         device: str = "",
         fsync: str = "none",
+        keep_epochs: int | None = None,
+        max_bytes: int | None = None,
         host: str | None = None,
         wall: Callable[[], float] = time.time,
         mono_ns: Callable[[], int] = time.monotonic_ns,
@@ -161,6 +187,13 @@ class Journal:
         path = Path(runs) / run / f"{rank.role}-{rank.number}.{incarnation}.jsonl"
         self._file = _File(path, fsync=fsync == "line")
         self._epochs = fsync == "epoch"
+        self._retention = Retention(
+            _limit("PHASESYNC_KEEP_EPOCHS", keep_epochs), _limit("PHASESYNC_MAX_BYTES", max_bytes)
+        )
+        self._stem = path.name.removesuffix(".jsonl")
+        self._part = self._part_seq = 0
+        self._epoch: object = None
+        self._plan: dict[str, Any] = {}
         self._wall = wall
         self._mono_ns = mono_ns
         self._seq = 0
@@ -211,6 +244,10 @@ class Journal:
     def write(self, event: str, *, level: str = "info", **fields: Any) -> int:
         """Write one fact; None fields are left out. The line's `seq`."""
         with self._writing:
+            if event == "epoch.begin":
+                self._turn()
+            elif event == "plan":
+                self._plan = fields
             seq = self._seq
             self._log.msg(event, level=level, **fields)
         if (named := _STANDS.get(event)) is not None:
@@ -220,6 +257,23 @@ class Journal:
         if self._epochs and event in ("epoch.end", "rank.exit"):
             self._file.flush()
         return seq
+
+    def _turn(self) -> None:
+        """An epoch begins: go on in a new file where the open one has enough in it."""
+        retention, file = self._retention, self._file
+        if retention.is_due(file.size):
+            part = Part(file.path.name, self._part_seq, retention.epochs, file.size)
+            kept, gone = retention.turn(part)
+            self._part, self._part_seq = self._part + 1, self._seq
+            file.turn_to(file.path.with_name(f"{self._stem}.part{self._part}.jsonl"))
+            said = {"part": self._part, "after_epoch": self._epoch, "kept_seq": kept}
+            self._log.msg("journal.part", level="info", epoch=self._epoch, **said)
+            if self._plan:
+                self._log.msg("plan", level="info", **self._plan)
+            for name in gone:
+                file.drop(name)
+        retention.epochs += 1
+        self._epoch = self._common.get("epoch")
 
     def close(self) -> None:
         self._file.close()
@@ -252,6 +306,21 @@ class Journal:
             line["error"] = line_cut(line["error"])
         self._seq += 1
         return line
+
+
+def _limit(variable: str, given: int | None) -> int | None:
+    """A limit as given, else as the environment has it.
+
+    Raises:
+        PlanError: what the environment has is no number.
+    """
+    text = os.environ.get(variable, "")
+    if given is not None or not text:
+        return given
+    try:
+        return int(text)
+    except ValueError:
+        raise PlanError(f"{variable} is {text!r}; it must be a number, as in 200") from None
 
 
 def check_run(run: str) -> None:

@@ -5,14 +5,14 @@ the judged list and with each rank's own arrival, cannot break a property: that 
 plan once, from the fences alone (`rounds.unordered`), whatever the clocks say.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, Final
 
 from phasesync.audit.gist import Gist, Key, Shape
 from phasesync.audit.rounds import is_separate, unordered
 from phasesync.core.plan import Plan
 
-__all__ = ("Healthy",)
+__all__ = ("Healthy", "Tally")
 
 _SHAPES_MAX: Final = 4096
 
@@ -48,18 +48,9 @@ class Healthy:
     def members(self) -> Iterable[str]:
         return self._program
 
-    def unknown(self, names: Sequence[str], gists: Sequence[Gist]) -> list[int]:
-        """Who has a shape that was never judged: the first of each."""
-        found: dict[tuple[_Program, Shape], int] = {}
-        for at, (name, gist) in enumerate(zip(names, gists, strict=True)):
-            key = (self._program[name], gist.shape)
-            if key not in self._shapes:
-                found.setdefault(key, at)
-        return list(found.values())
-
-    def sample(self, names: Sequence[str], chosen: Iterable[int]) -> list[int]:
+    def sample(self, names: Sequence[str], chosen: Iterable[str]) -> list[int]:
         """The ranks without which those of `chosen` cannot be judged: their parts."""
-        parts = {self._part[names[at]] for at in chosen}
+        parts = {self._part[name] for name in chosen}
         return [at for at, name in enumerate(names) if self._part[name] in parts]
 
     def absent(self, names: Iterable[str]) -> dict[str, int]:
@@ -72,49 +63,93 @@ class Healthy:
         if len(self._shapes) < _SHAPES_MAX:
             self._shapes.add((self._program[name], shape))
 
-    def adds_up(self, names: Sequence[str], gists: Sequence[Gist]) -> bool:
-        """Whether all tickets of a round are of what was judged, and that of all who belong."""
-        tickets: dict[Key, tuple[str, int]] = {}
-        arrived: dict[Key, dict[str, tuple[int, int, object]]] = {}
-        joined: dict[Key, list[int]] = {}
-        for name, gist in zip(names, gists, strict=True):
-            incarnation = gist.incarnation
-            for key, seq, free in gist.arrived:
-                known = arrived.get(key)
-                if known is None:
-                    known = arrived[key] = {}
-                known[name] = (incarnation, seq, free)
-            for key, found, count in gist.passed:
-                ticket = (found, count)
-                if tickets.setdefault(key, ticket) != ticket:
-                    return False
-            for key, count in gist.joined:
-                joined.setdefault(key, []).append(count)
-        judged = {key: (rows, found) for gist in gists for key, rows, found in gist.judged}
-        return self._all_came(tickets, arrived, judged) and all(
-            self._scopes.get(scope) is not None
-            and counts == [len(self._scopes[scope])] * len(counts)
-            and len(counts) == len(self._scopes[scope])
-            for (scope, _), counts in joined.items()
-        )
+    def tally(self) -> "Tally":
+        """For one epoch: what its gists amount to."""
+        return Tally(self._program, self._scopes, self._shapes)
 
-    def _all_came(
+
+class Tally:
+    """One epoch of all ranks, its gists taken in as they are read.
+
+    A fence is looked at and forgotten as soon as all members of its scope are there.
+    """
+
+    def __init__(
         self,
-        tickets: Mapping[Key, tuple[str, int]],
-        arrived: Mapping[Key, Mapping[str, tuple[int, int, object]]],
-        judged: Mapping[Key, tuple[list[list[object]], str]],
-    ) -> bool:
-        if tickets.keys() != judged.keys() or tickets.keys() != arrived.keys():
+        program: Mapping[str, _Program],
+        scopes: Mapping[str, frozenset[str]],
+        shapes: Set[tuple[_Program, Shape]],
+    ) -> None:
+        self._program, self._scopes, self._shapes = program, scopes, shapes
+        self._fences: dict[Key, _Fence] = {}
+        self._joined: dict[Key, int] = {}
+        self._is_odd = False
+        self.names: dict[str, None] = {}
+        self.unknown: dict[tuple[_Program, Shape], str] = {}
+
+    def add(self, name: str, gist: Gist) -> None:
+        """Take in what one rank says."""
+        try:
+            self._add(name, gist)
+        except (TypeError, ValueError, KeyError):
+            self._is_odd = True
+
+    def is_sound(self) -> bool:
+        """Whether all tickets are of what was judged, and that of all who belong."""
+        return not self._is_odd and not self._fences and not self._joined
+
+    def _add(self, name: str, gist: Gist) -> None:
+        self._is_odd |= name in self.names
+        self.names[name] = None
+        shape = (self._program[name], gist.shape)
+        if shape not in self._shapes:
+            self.unknown.setdefault(shape, name)
+        fences, incarnation = self._fences, gist.incarnation
+        for key, seq, free in gist.arrived:
+            fence = fences.get(key)
+            if fence is None:
+                fence = fences[key] = _Fence()
+            fence.came[name] = (incarnation, seq, free)
+        for key, rows, proof in gist.judged:
+            self._is_odd |= fences[key].judged is not None
+            fences[key].judged = (rows, proof)
+        for key, found, count in gist.passed:
+            fence = fences[key]
+            if fence.ticket is None:
+                fence.ticket = (found, count)
+            elif fence.ticket != (found, count):
+                self._is_odd = True
+            fence.went += 1
+            if fence.went == len(self._scopes[key[0]]):
+                self._is_odd |= not fence.adds_up(self._scopes[key[0]])
+                del fences[key]
+        for key, count in gist.joined:
+            members = len(self._scopes[key[0]])
+            self._is_odd |= count != members
+            left = self._joined[key] = self._joined.get(key, members) - 1
+            if not left:
+                del self._joined[key]
+
+
+class _Fence:
+    """One fence instance: who came, who passed with which ticket, and what was judged."""
+
+    __slots__ = ("came", "judged", "ticket", "went")
+
+    def __init__(self) -> None:
+        self.came: dict[str, tuple[int, int, object]] = {}
+        self.judged: tuple[list[list[Any]], str] | None = None
+        self.ticket: tuple[str, int] | None = None
+        self.went = 0
+
+    def adds_up(self, members: frozenset[str]) -> bool:
+        if self.judged is None or self.ticket is None or self.came.keys() != members:
             return False
-        for key, (found, count) in tickets.items():
-            rows, proof = judged[key]
-            here = arrived[key]
-            members = self._scopes.get(key[0])
-            if members is None or proof != found or count != len(rows) or here.keys() != members:
-                return False
-            if len(rows) != len(members):
-                return False
-            for who, incarnation, status, seq, free in rows:
-                if status != "ok" or here.get(str(who)) != (incarnation, seq, free):
-                    return False
-        return True
+        rows, proof = self.judged
+        if self.ticket != (proof, len(rows)) or len(rows) != len(members):
+            return False
+        came = self.came
+        return all(
+            status == "ok" and came.get(who) == (incarnation, seq, free)
+            for who, incarnation, status, seq, free in rows
+        )

@@ -38,27 +38,6 @@ from phasesync.core.wire import sha256
 __all__ = ("DECLARED", "FORMAT", "JournalAudit")
 
 FORMAT: Final = 1
-EVENTS: Final = frozenset(
-    {
-        "epoch.begin",
-        "epoch.end",
-        "fence.arrive",
-        "fence.break",
-        "fence.decide",
-        "fence.pass",
-        "phase.dispatch",
-        "phase.end",
-        "phase.fail",
-        "phase.progress",
-        "phase.start",
-        "plan",
-        "rank.exit",
-        "rank.stacks",
-        "rank.start",
-        "recover.begin",
-        "recover.end",
-    }
-)
 _FENCE: Final = Meaning("fence")
 
 # Where the protocol is known the kernel judges memory, tags, order and fences; the rest is theirs.
@@ -167,6 +146,8 @@ class JournalAudit:
         self._names: dict[tuple[str, int], str] = {}
         self._planned = False
         self._incomplete: set[str] = set()
+        self._begins: dict[str, tuple[int, Evidence]] = {}
+        self._kept: dict[str, int] = {}
         self._luck: Luck | None = None
 
     # ------------------------------------------------------------------ lines
@@ -212,7 +193,9 @@ class JournalAudit:
                 self._note(f"{name} was started again (incarnation {incarnation})", where)
             rank.incarnation = incarnation if type(incarnation) is int else 0
             rank.exit, rank.first = None, rank.first or where
-            if seq not in (0, None):
+            if line.get("event") == "journal.part" and type(seq) is int:
+                self._begins.setdefault(name, (seq, where))
+            elif seq not in (0, None):
                 self._incomplete.add(name)
                 self._note(f"{name}: its first line is number {seq}", where, SUSPECTED)
             return
@@ -245,11 +228,17 @@ class JournalAudit:
         """Leave out a block of a rank, but for where it ends."""
         rank = self._ranks.setdefault(name, _Rank())
         for raw in block.lines():
-            if raw.data is not None:
-                seq, incarnation = raw.data.get("seq"), raw.data.get("incarnation", 0)
-                rank.seq = seq if type(seq) is int else rank.seq
-                rank.incarnation = incarnation if type(incarnation) is int else rank.incarnation
-        rank.last = Evidence(block.file, block.last)
+            if raw.data is None:
+                self.bad(block.file, raw)
+                continue
+            where = Evidence(block.file, raw.number)
+            seq = raw.data.get("seq")
+            if seq != rank.seq + 1 or raw.data.get("incarnation", 0) != rank.incarnation:
+                self._sequence(name, rank, raw.data, where)
+            rank.seq = seq if type(seq) is int else rank.seq + 1
+            rank.last = where
+            if raw.data.get("event") == "journal.part":
+                self._part(0, where, name, rank, raw.data)
 
     def rotated(self, epoch: int) -> None:
         """Say that epochs up to `epoch` are not judged: some ranks do not have them any more."""
@@ -551,6 +540,37 @@ class JournalAudit:
         if boot is not None:
             rank.boots.add(str(boot))
 
+    def _part(
+        self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
+    ) -> None:
+        """A new file of the same journal says from which line on older ones were kept."""
+        kept = line.get("kept_seq")
+        if type(kept) is int:
+            self._kept[name] = max(kept, self._kept.get(name, 0))
+
+    def _cut_off(self) -> list[Finding]:
+        """Journals that begin later than their rotation left them."""
+        late = {
+            name: begin
+            for name, begin in self._begins.items()
+            if begin[0] > self._kept.get(name, 0)
+        }
+        self._incomplete.update(late)
+        return [
+            Finding(
+                rule="R-DUMPSET",
+                strength=SUSPECTED,
+                at=-1,
+                because=(
+                    f"the journal of {name} begins at line number {seq}, and its rotation kept all "
+                    f"from {self._kept.get(name, 0)} on: a file of it is missing"
+                ),
+                evidence=(where,),
+                record_next=(f"every file of the journal of {name}",),
+            )
+            for name, (seq, where) in late.items()
+        ]
+
     def _other(
         self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
     ) -> None:
@@ -560,7 +580,7 @@ class JournalAudit:
 
     def answer(self) -> Answer:
         """The verdict on the run."""
-        lacking = self._lacking()
+        lacking = [*self._lacking(), *self._cut_off()]
         if self.conformance is not None:
             for finding in self.conformance.findings:
                 self.audit.add(self._believed(finding))
@@ -740,4 +760,5 @@ _TAKERS: Final[dict[str, _Taker]] = {
     "rank.start": JournalAudit._start,
     "rank.exit": JournalAudit._exit,
     "plan": JournalAudit._plan,
+    "journal.part": JournalAudit._part,
 }

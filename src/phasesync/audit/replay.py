@@ -10,7 +10,7 @@ from typing import Final
 
 from phasesync.audit.answer import Answer
 from phasesync.audit.gist import Block, Gist, RankLog
-from phasesync.audit.healthy import Healthy
+from phasesync.audit.healthy import Healthy, Tally
 from phasesync.audit.journals import JournalAudit
 from phasesync.audit.merge import Merge, Stream
 from phasesync.audit.traces import RawLine
@@ -102,6 +102,7 @@ class _Rounds:
         self._names = [each.name for each in self._chains]
         self._is_full = len(set(self._names)) == len(self._names) and set(self._names) == members
         self._healthy: Healthy | None = None
+        self._tallies: dict[int, Tally] = {}
         self._span = _SPAN
 
     def go(self) -> None:
@@ -153,21 +154,34 @@ class _Rounds:
 
     def _is_healthy(self, chains: Sequence[_Chain]) -> bool:
         """Whether an epoch of all ranks can be taken as a whole."""
-        healthy = self._healthy
-        assert healthy is not None
+        epoch = chains[0].key[0]
+        tally = self._tallies.pop(epoch, None)
         if not self._is_full or len(chains) != len(self._chains):
             return False
         gists = [each.head.gist for each in chains if each.head is not None]
         known = [gist for gist in gists if gist is not None]
         if len(known) != len(chains) or not self._follows(chains, known):
             return False
-        try:
-            if not healthy.adds_up(self._names, known):
-                return False
-        except (TypeError, ValueError):
+        tally = tally or self._new_tally()
+        for name, gist in zip(self._names, known, strict=True):
+            if name not in tally.names:
+                tally.add(name, gist)
+        if not tally.is_sound():
             return False
-        unknown = healthy.unknown(self._names, known)
-        return not unknown or self._tried(chains, known, unknown)
+        return not tally.unknown or self._tried(chains, known, tally.unknown.values())
+
+    def _new_tally(self) -> Tally:
+        assert self._healthy is not None
+        return self._healthy.tally()
+
+    def _take(self, each: _Chain) -> None:
+        """Count the next epoch of a rank in with its peers', now that it has just been read."""
+        if each.head is None or each.head.gist is None:
+            return
+        tally = self._tallies.get(each.head.gist.epoch)
+        if tally is None:
+            tally = self._tallies[each.head.gist.epoch] = self._new_tally()
+        tally.add(each.name, each.head.gist)
 
     def _follows(self, chains: Sequence[_Chain], gists: Sequence[Gist]) -> bool:
         """Whether each goes on where its journal was, and all are of one attempt and plan."""
@@ -185,7 +199,7 @@ class _Rounds:
         return True
 
     def _tried(
-        self, chains: Sequence[_Chain], gists: Sequence[Gist], unknown: Sequence[int]
+        self, chains: Sequence[_Chain], gists: Sequence[Gist], unknown: Iterable[str]
     ) -> bool:
         """Go through new shapes line by line, each where it first occurs, apart from the run."""
         healthy = self._healthy
@@ -212,6 +226,7 @@ class _Rounds:
             each.held, each.version = head, head.version
             each.seq = (head.gist.incarnation, head.gist.seq + head.gist.count - 1)
             each.advance()
+            self._take(each)
 
     def _settle(self) -> None:
         held = [(each.name, each.held) for each in self._chains if each.held is not None]
@@ -231,6 +246,7 @@ class _Rounds:
         self._span = min(self._span * 2, _SPAN_MAX) if odd else _SPAN
 
     def _stretch(self, stop: _Key | None) -> None:
+        self._tallies.clear()
         for each in self._chains:
             each.here()
         self._feed([(each.name, each.until(stop)) for each in self._chains])
