@@ -11,7 +11,7 @@ kernel's state apart.
 
 from typing import Any
 
-from transitions.extensions.asyncio import AsyncMachine
+from transitions.extensions.asyncio import AsyncMachine, AsyncTransition
 
 from phasesync.core.kernel import Kind, RankState, Stage, Status, advance, program, rows
 from phasesync.core.model import Ticket
@@ -25,27 +25,29 @@ _EVENTS = {Kind.FAIL: "stop", Kind.REFUSE: "stop", Kind.ABORT: "abort"}
 _ENDS = ("stopped", "aborted")
 
 
+class _Transition(AsyncTransition):
+    """A row of the table: it has conditions and a target, and no callbacks to go through."""
+
+    async def execute(self, event_data: Any) -> bool:  # type: ignore[override]
+        for condition in self.conditions:
+            if not await condition.check(event_data):  # type: ignore[misc]
+                return False
+        event_data.machine.set_state(self.dest, event_data.model)
+        return True
+
+
 class _Machine(AsyncMachine):
     """What `transitions` keeps for triggers that wait is most of what a trigger costs: gatherings
     of no callbacks, and a book of running triggers for a later one to cancel. None is needed."""
+
+    transition_cls = _Transition
 
     async def callbacks(self, funcs: Any, event_data: Any) -> None:  # type: ignore[override]
         if funcs:
             await super().callbacks(funcs, event_data)
 
-    @staticmethod
-    async def await_all(callables: Any) -> list[Any]:
-        return [await each() for each in callables]
-
     async def process_context(self, func: Any, model: Any) -> Any:
         return await self._process_async(func, model)
-
-    async def cancel_running_transitions(self, model: Any, msg: Any = None) -> None:
-        """There is none that runs."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Nothing is asked for by name here; `transitions` looks for a drawing at each trigger."""
-        raise AttributeError(name)
 
 
 class _Model:
