@@ -1,6 +1,7 @@
 """Ranks for real: the protocol run around a user's own code."""
 
-from phasesync.runtime.actions import Turn
+from phasesync.runtime.actions import Turn, at_once
+from phasesync.runtime.agreeing import tell_unready
 from phasesync.runtime.device import DevicePort, HostDevice
 from phasesync.runtime.driver import BlockingDriver, Driver, DriverReport
 from phasesync.runtime.runner import EpochReport, RankRunner
@@ -14,4 +15,6 @@ __all__ = (
     "HostDevice",
     "RankRunner",
     "Turn",
+    "at_once",
+    "tell_unready",
 )

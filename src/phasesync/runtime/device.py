@@ -24,7 +24,8 @@ class DevicePort(typing.Protocol):
     """One rank's device: its name, and the preconditions that a fence may require.
 
     `name` is `host/GPU-UUID` or `host/cpuN`, the same string from every process. `blocks` says
-    that calls may take long, and so need a thread beside the event loop.
+    that calls may take long, and so need a thread beside the event loop; a device that also has
+    `measures_at_once` set is asked for its free bytes without one.
     """
 
     name: str
