@@ -229,7 +229,7 @@ def _stored(values: tuple[tuple[str, bytes], ...], op: Operation) -> tuple[Any, 
 STORE = Medium(
     start=(),
     perform=_stored,
-    blocked=lambda values, op: isinstance(op, Wait) and op.key not in dict(values),
+    blocked=lambda values, op: isinstance(op, Wait | Get) and op.key not in dict(values),
     twice=(Append, Add),
 )
 
