@@ -90,6 +90,14 @@ def test_without_the_fence_the_other_device_refuses(seed: int, tmp_path: Path) -
     assert "/cpu1: kv_cache and staging together, held by trainer/1" in told
 
 
+def test_a_collective_that_orders_the_ranks_by_accident_is_named(tmp_path: Path) -> None:
+    demo = played(tmp_path, ranks=2, epochs=1, accident="all_reduce")
+    assert demo.code == 0, demo.shown
+    told = " ".join(row.strip() for row in demo.screen)
+    assert "resume_kv of trainer/0 came after offload of trainer/1 every time" in told
+    assert "an accident does, 'dist.all_reduce' on trainer/0" in told
+
+
 def test_a_killed_rank_is_named_by_all_survivors_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

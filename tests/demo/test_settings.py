@@ -28,6 +28,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"kill": "engine/0@train"}, "--kill: engine/0 is never in phase 'train'; it does: resume_w"),
     ({"kill": "1@offload", "backend": "inprocess"}, "--kill needs a process to kill"),
+    ({"accident": "luck"}, "the demo has no accident 'luck'; it has: all_reduce, slow"),
+    ({"accident": "all_reduce", "backend": "inprocess"}, "an all-reduce needs a process a rank"),
+    ({"accident": "slow", "kill": "1@offload"}, "--accident goes with --protocol colocated"),
 ]
 
 

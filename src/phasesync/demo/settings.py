@@ -59,6 +59,8 @@ class Sizes(NamedTuple):
 
 #: In `basic` the engine keeps its weights, so that a device needs more room.
 SIZES = {"colocated": Sizes(64 * MIB), "basic": Sizes(72 * MIB)}
+#: What can order the ranks by accident where the fence is gone, as journals name it.
+ACCIDENTS = {"all_reduce": "dist.all_reduce", "slow": "empty_cache"}
 RESIDENT = {"basic": ("rollout_weights",)}
 
 
@@ -70,6 +72,7 @@ class DemoSettings:
     ranks: int = 4
     backend: str = "torch"
     break_fence: bool = False
+    accident: str | None = None
     slow: str | None = None
     kill: str | None = None
     seed: int = 0
@@ -100,6 +103,7 @@ class Script:
     seed: int
     epochs: int
     broken: bool
+    accident: str | None
     slow: Rank | None
     slow_s: Mapping[Rank, float]
     kill: Kill | None
@@ -149,11 +153,15 @@ def script_of(settings: DemoSettings, *, run: str, runs: Path, host: str) -> Scr
     _range("ranks", settings.ranks, 1, RANKS_MAX)
     _range("epochs", settings.epochs, 1, EPOCHS_MAX)
     text = text_of(settings.protocol)
-    if settings.break_fence:
+    if settings.accident is not None:
+        _accident(settings)
+        text = without_wait(settings.protocol, FENCE, enqueued=True)
+    elif settings.break_fence:
         text = without_wait(settings.protocol, FENCE)
     protocol = loads(text, f"{run}/{PROTOCOL_FILE}")
     plan = resolve(protocol, settings.ranks)
-    named = settings.slow or ("1" if settings.break_fence else None)
+    broken = settings.break_fence or settings.accident is not None
+    named = settings.slow or ("1" if broken else None)
     slow = None if named is None else _rank("slow", named, plan)
     kill = None if settings.kill is None else _kill(settings, plan)
     return Script(
@@ -167,9 +175,10 @@ def script_of(settings: DemoSettings, *, run: str, runs: Path, host: str) -> Scr
         backend=settings.backend,
         seed=settings.seed,
         epochs=settings.epochs,
-        broken=settings.break_fence,
+        broken=broken,
+        accident=settings.accident,
         slow=slow,
-        slow_s=_delays(plan, slow, broken=settings.break_fence),
+        slow_s=_delays(plan, slow, broken=broken and settings.accident is None),
         kill=kill,
     )
 
@@ -205,7 +214,7 @@ def backend_of(name: str) -> Backend:
     return play
 
 
-def _choice(what: str, value: str, known: "dict[str, str] | dict[str, Sizes]") -> None:
+def _choice(what: str, value: str, known: Mapping[str, object]) -> None:
     if value not in known:
         raise PlanError(f"the demo has no {what} {value!r}; it has: {', '.join(sorted(known))}")
 
@@ -225,6 +234,16 @@ def _rank(option: str, text: str, plan: Plan) -> Rank:
     if rank not in known:
         raise PlanError(f"--{option}: there is no {rank}; there are: {', '.join(map(str, known))}")
     return rank
+
+
+def _accident(settings: DemoSettings) -> None:
+    _choice("accident", settings.accident or "", ACCIDENTS)
+    if settings.protocol != "colocated" or settings.kill is not None:
+        raise PlanError("--accident goes with --protocol colocated, and without --kill")
+    if settings.accident == "all_reduce" and settings.backend == "inprocess":
+        raise PlanError(
+            "an all-reduce needs a process a rank; use --backend torch, or --accident slow"
+        )
 
 
 def _kill(settings: DemoSettings, plan: Plan) -> Kill:
