@@ -8,13 +8,14 @@ threads. No thread is ever joined.
 
 import asyncio
 import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -33,17 +34,22 @@ from phasesync.core.fence_keys import (
 )
 from phasesync.core.model import FenceKey
 from phasesync.errors import StoreLost
+from phasesync.fences.direct import DirectLine, Way, rehearsal
+from phasesync.fences.driver import in_thread
+from phasesync.fences.jobs import Job, settle
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ("ANSWER_S", "GRACE_S", "Client", "Lines", "has_sockets", "nothing", "settle")
+__all__ = ("ANSWER_S", "GRACE_S", "Client", "Lines", "has_sockets", "nothing")
 
 GRACE_S = 1.0  # After a deadline the store has so long to take the verdict; then it is lost.
 ANSWER_S = 5.0  # What is no wait is answered within this, or the store is lost.
 CONNECTING_S = 10.0  # So much more where no line is free: a name service may hold a new one up.
 SOCKET_WAIT_S = 3600.0  # One blocking wait on a socket, which `close` can end.
 POLLED_WAIT_S = 1.0  # One blocking wait on a store without a socket, which it cannot.
+REHEARSAL_S = 10.0  # To find out whether one can do without threads; else there are threads.
+LINES_AT_START = 2  # One to wait, one to break what is waited for.
 NOT_THERE = "(not there)"
 INTERNET = (socket.AF_INET, socket.AF_INET6)
 
@@ -120,12 +126,22 @@ class Client:
             try:
                 if not self._sockets:
                     self._store.wait([operation.key], timedelta(seconds=self._wait_s))
-                return self._value(operation.key)
+                if value := self._value(operation.key):
+                    return value  # Else it was woken for nothing.
             except RuntimeError:
                 if time.monotonic() - since < self._wait_s / 2 and not self.stopping:
                     raise
                 self._store.check([operation.key])
         raise _Stopped
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """The store's numeric address; a name might keep one waiting."""
+        for end in self._sockets:
+            with suppress(OSError):
+                host, port = end.getpeername()[:2]
+                return str(host).removeprefix("::ffff:"), int(port)
+        return None
 
     def cut(self) -> None:
         """Make a blocked call return, frozen store or not."""
@@ -195,14 +211,6 @@ def _goes_to(end: socket.socket, port: int) -> bool:
 # --- Lines: a connection and a thread each --------------------------------------------------
 
 
-@dataclass(eq=False, slots=True)
-class _Job:
-    """Steps to perform, and the future that waits for what comes of them."""
-
-    steps: Steps
-    future: "asyncio.Future[Any]"
-
-
 class _Line:
     """One connection and its daemon thread, which is never joined.
 
@@ -214,13 +222,13 @@ class _Line:
         self._store = store
         self._lines = lines
         self._loop = asyncio.get_running_loop()
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._client: Client | None = None
         self._stopping = False
         self.ended = asyncio.Event()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def give(self, job: _Job) -> None:
+    def give(self, job: Job) -> None:
         self._jobs.put(job)
 
     def stop(self) -> None:
@@ -240,7 +248,7 @@ class _Line:
                 self._client.close()
             self._call(self.ended.set)
 
-    def _perform(self, job: _Job) -> tuple[Any, StoreLost | None]:
+    def _perform(self, job: Job) -> tuple[Any, StoreLost | None]:
         try:
             if self._client is None:
                 self._client = Client(self._store)
@@ -254,7 +262,7 @@ class _Line:
             lost.__cause__ = error
             return None, lost
 
-    def _walk(self, client: Client, job: _Job) -> Any:
+    def _walk(self, client: Client, job: Job) -> Any:
         perform, steps = client.perform, job.steps
         try:
             operation = next(steps)
@@ -273,24 +281,15 @@ class _Line:
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def settle(future: "asyncio.Future[Any]", result: Any, error: Exception | None) -> None:
-    """Give a future its result or error, unless it has one or nobody waits any more."""
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-
-
 class Lines:
     """The lines of one endpoint; most of the time two are enough."""
 
     def __init__(self, store: "Store", name: str) -> None:
         self._store = store
         self._name = name
-        self._idle: list[_Line] = []
-        self._all: list[_Line] = []
+        self._idle: list[_Line | DirectLine] = []
+        self._all: list[_Line | DirectLine] = []
+        self._way: Way | None = None
         self.lost: StoreLost | None = None
 
     def submit(self, steps: Steps, *, waits: bool = False) -> "asyncio.Future[Any]":
@@ -304,15 +303,36 @@ class Lines:
             future.set_exception(self.lost)
             return future
         line = self._idle.pop() if self._idle else self._open()
-        line.give(_Job(steps, future))
+        line.give(Job(steps, future))
         if waits and not self._idle:
-            ready = asyncio.get_running_loop().create_future()
-            ready.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._open().give(_Job(nothing(), ready))
+            self.submit_spare()
         return future
 
+    async def straighten(self) -> None:
+        """Do without threads from now on, if the store can be spoken to directly."""
+        name = f"{self._name}.way"
+        with suppress(TimeoutError, StoreLost, RuntimeError, OSError):
+            async with asyncio.timeout(REHEARSAL_S):
+                found = await _find_way(self._store, name)
+                if found is None:
+                    return
+                self._way, line = found
+                line.then(self.done)
+                self._all.append(line)
+                self._idle.append(line)
+
+    def submit_spare(self) -> None:
+        """Open a line ahead."""
+        ready = asyncio.get_running_loop().create_future()
+        ready.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._open().give(Job(nothing(), ready))
+
     def done(
-        self, line: _Line, future: "asyncio.Future[Any]", result: Any, error: StoreLost | None
+        self,
+        line: "_Line | DirectLine",
+        future: "asyncio.Future[Any]",
+        result: Any,
+        error: StoreLost | None,
     ) -> None:
         """A line has finished a job."""
         self._idle.append(line)
@@ -352,10 +372,66 @@ class Lines:
                 for line in self._all:
                     await line.ended.wait()
 
-    def _open(self) -> _Line:
-        line = _Line(self._store, self, f"{self._name}.{len(self._all)}")
+    def _open(self) -> "_Line | DirectLine":
+        name = f"{self._name}.{len(self._all)}"
+        line: _Line | DirectLine
+        if self._way is not None:
+            line = DirectLine(self._way, self.done, name)
+        else:
+            line = _Line(self._store, self, name)
         self._all.append(line)
         return line
+
+
+async def _find_way(store: "Store", name: str) -> tuple[Way, DirectLine] | None:
+    """How to speak to the store without a thread, and a line that does: each request is known to
+    work then.
+
+    The store's own client puts something there, a direct line does each request once, and the
+    client sees whether what it left is what it should be.
+    """
+    base = _base_of(store)
+    if not getattr(base, "libuvBackend", False):
+        return None
+    key, nonce = f"ps/way/{secrets.token_hex(8)}", secrets.token_bytes(8)
+    client, way = await in_thread(partial(_lay_out, store, key, nonce), name=name)
+    line: DirectLine | None = None
+    works = False
+    try:
+        if way is not None:
+            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            line = DirectLine(way, lambda _, future, *came: settle(future, *came), name)
+            line.give(Job(rehearsal(key, nonce), future))
+            works = await future
+        agrees = await in_thread(partial(_agrees, client, key, nonce), name=name)
+        works = works and agrees
+        return (way, line) if works and way is not None and line is not None else None
+    finally:
+        if line is not None and not works:
+            line.stop()
+        client.cut()
+        client.close()
+
+
+def _lay_out(store: "Store", key: str, nonce: bytes) -> tuple[Client, Way | None]:
+    """Put something in the store, and find where it is: prefixes do not tell what they add."""
+    client = Client(store)
+    client.perform(Put(key, nonce))
+    client.perform(Read(key))  # The reply proves that it is there.
+    address, prefix = client.address, "/"
+    base = _base_of(store)
+    if base is not store:
+        full = [name for name in base.list_keys() if name.endswith(key)]
+        prefix = f"/{full[0].removesuffix(key).lstrip('/')}" if len(full) == 1 else ""
+    return client, Way(*address, prefix) if address and prefix else None
+
+
+def _agrees(client: Client, key: str, nonce: bytes) -> bool:
+    """Whether the store's own client sees what a direct line has done."""
+    other = client.perform(Read(f"{key}/other"))
+    client.perform(Delete(f"{key}/other"))
+    client.perform(Delete(key))
+    return bool(other == nonce + nonce)
 
 
 def nothing() -> Steps:

@@ -51,7 +51,8 @@ from phasesync.core.model import (
 )
 from phasesync.errors import FenceBroken, PlanError, StaleArrival, StoreLost
 from phasesync.fences.base import Probe
-from phasesync.fences.lines import GRACE_S, Lines, has_sockets, nothing, settle
+from phasesync.fences.jobs import settle
+from phasesync.fences.lines import GRACE_S, LINES_AT_START, Lines, has_sockets, nothing
 from phasesync.fences.neighbours import Neighbours, host_id, started_at, state_of
 from phasesync.fences.pulse import Pulse
 
@@ -64,7 +65,6 @@ ASK_AGAIN_S = 1.0  # Breaks that come together ask once what the others do.
 LOOK_AHEAD_S = 2.5  # To tell silent from slow takes two looks, so far apart.
 CONNECT_S = 60.0  # A connection may hang in a name service for many seconds.
 LATE_S = 0.2  # A timer that fires so late tells of the event loop, not of the store.
-LINES_AT_START = 2  # One to wait, one to break what is waited for.
 
 
 def default_store() -> "Store":
@@ -267,6 +267,7 @@ class StoreFences:
         return StoreObserver(store, run=run, attempt=attempt, token=token)
 
     async def connect(self) -> None:
+        await self._lines.straighten()
         nonce = secrets.token_hex(8)
         steps = connecting(self._space, self.rank, self._incarnation, nonce=nonce)
         first = self._lines.ask(steps, CONNECT_S)
