@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
 from phasesync.checker.messages import (
-    HUB,
     Arrives,
     Cast,
     ComesBack,
@@ -17,6 +16,7 @@ from phasesync.checker.messages import (
     Note,
     Process,
     View,
+    coordinator,
 )
 from phasesync.core.fence import Lost
 from phasesync.core.fence_keys import Append, Space, writer
@@ -181,7 +181,7 @@ def cast(size: int, generations: int, mortal: tuple[int, ...] = (0, 1), **settin
             for number, rank in enumerate(ranks(size))
         )
         + settings.pop("more", ()),
-        medium=None if own == "store" else HUB,
+        medium=None if own == "store" else coordinator(),
         always=settings.pop("always", one_verdict(size)),
         at_end=settings.pop("at_end", all_end),
         **settings,

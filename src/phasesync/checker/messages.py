@@ -41,7 +41,6 @@ from phasesync.core.fence_messages import (
 from phasesync.core.model import Arrival, FenceCall, FenceVerdict, Rank
 
 __all__ = (
-    "HUB",
     "STORE",
     "Arrives",
     "Cast",
@@ -54,6 +53,7 @@ __all__ = (
     "Note",
     "Process",
     "View",
+    "coordinator",
     "explore_messages",
 )
 
@@ -299,7 +299,6 @@ def _hub(history: tuple[Any, ...]) -> Hub:
     return hub
 
 
-@lru_cache(maxsize=100_000)
 def _answer(history: tuple[Any, ...], hears: Hears) -> tuple[FenceVerdict, bool] | None:
     """What the rank reads on its connection, once there is anything to read."""
     instance = _hub(history).instance(hears.call)
@@ -312,18 +311,17 @@ def _answer(history: tuple[Any, ...], hears: Hears) -> tuple[FenceVerdict, bool]
     return answer.verdict(hears.call), answer.judged
 
 
-def _at_hub(history: tuple[Any, ...], op: Any) -> tuple[Any, Any]:
-    if isinstance(op, Hears):
-        return history, _answer(history, op)
-    return (*history, op), None
+def coordinator() -> Medium:
+    """A coordinator: its value is every request that it has had."""
+    answer = lru_cache(maxsize=100_000)(_answer)
 
+    def perform(history: tuple[Any, ...], op: Any) -> tuple[Any, Any]:
+        return (history, answer(history, op)) if isinstance(op, Hears) else ((*history, op), None)
 
-HUB = Medium(
-    start=(),
-    perform=_at_hub,
-    blocked=lambda history, op: isinstance(op, Hears) and _answer(history, op) is None,
-    twice=(Arrives,),
-)
+    def blocked(history: tuple[Any, ...], op: Any) -> bool:
+        return isinstance(op, Hears) and answer(history, op) is None
+
+    return Medium(start=(), perform=perform, blocked=blocked, twice=(Arrives,))
 
 
 # --- The exploration ---------------------------------------------------------------------------
