@@ -1,6 +1,7 @@
 """Journals of real runs in one event loop: faults are named, and luck is not taken for order."""
 
 import asyncio
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,21 @@ def test_a_late_rank_without_its_fence_is_a_violation(tmp_path: Path) -> None:
     assert (answer.verdict, answer.rule) == ("violation", "R-FENCE")
     assert answer.phase == "resume_kv"
     assert "trainer/0" in answer.guilty
+
+
+def test_order_by_clocks_of_two_hosts_is_only_possible(tmp_path: Path) -> None:
+    """The fences that both hosts came to say how far apart their clocks can be."""
+    protocol = without(load("colocated"), "memory_released", prompt=True)
+    assert run(tmp_path, protocol, {(1, "offload"): 0.05}).certainty == "in every order"
+    (path,) = tmp_path.rglob("trainer-1.*.jsonl")
+    elsewhere = re.sub(r'"host":"[^"]*"', '"host":"elsewhere"', path.read_text())
+    path.write_text(elsewhere)
+    answer = audited(tmp_path, protocol)
+    assert (answer.verdict, answer.rule) == ("violation", "R-FENCE")
+    found = re.match(r"possible within \+-([\d.,]+) ms: only the clocks of", answer.certainty)
+    assert found is not None, answer.certainty
+    assert 0 < float(found[1].replace(",", "")) < 60_000
+    assert "elsewhere" in answer.certainty
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -101,7 +101,8 @@ class Evidence:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """What one rule saw. `at` is where in the log it became true; `apart` is how far apart, in
-    seconds of their clocks, its closest events of two ranks are, and how coarse those clocks.
+    seconds of their clocks, its closest events of two ranks are, and how coarse those clocks;
+    `hosts` are those whose clocks alone put its lines in order.
     """
 
     rule: str | None
@@ -117,6 +118,7 @@ class Finding:
     record_next: tuple[str, ...] = ()
     certainty: str = "in every order"
     apart: tuple[float, float] | None = None
+    hosts: tuple[str, ...] = ()
 
     @classmethod
     def on(

@@ -400,7 +400,7 @@ class Conformance:
         holders = [rank for rank in self._holders(who, violation) if rank != plan.members[who]]
         lines = [self._line_of(rank) for rank in holders]
         held = f", held by {', '.join(map(str, holders))}" if holders else ""
-        sure = self._certain(who, seen, holders)
+        hosts = self._hosts(seen, holders)
         self._findings.append(
             Finding(
                 rule=rule,
@@ -414,7 +414,8 @@ class Conformance:
                 phase=act.phase,
                 guilty=(str(plan.members[who]),),
                 evidence=(seen.line, *(line for line in lines if line is not None)),
-                certainty=sure,
+                certainty="possible" if hosts else "in every order",
+                hosts=hosts,
             )
         )
 
@@ -458,11 +459,10 @@ class Conformance:
             return None
         return seen.act_line or seen.line
 
-    def _certain(self, who: int, seen: _Seen, holders: list[Rank]) -> str:
+    def _hosts(self, seen: _Seen, holders: list[Rank]) -> tuple[str, ...]:
+        """The hosts whose clocks alone order a rank and its holders; none where they share one."""
         hosts = {self._ranks[self._index[rank.role, rank.number]].host for rank in holders}
-        if not hosts or hosts <= {seen.host}:
-            return "in every order"
-        return "possible: only clocks order the two hosts"
+        return (seen.host, *sorted(hosts - {seen.host})) if hosts - {seen.host} else ()
 
     def _note(self, at: int, where: Evidence, because: str) -> None:
         self._findings.append(

@@ -5,7 +5,7 @@ never per line.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -91,6 +91,7 @@ class Facts:
         self.failures: list[Event] = []
         self.exits: dict[Name, Event] = {}
         self.reconciled: set[Name] = set()
+        self.skews: Sequence[tuple[str, str, float, float]] = ()
         self.at = -1
         self.epoch: int | None = None
         self.first_epoch: int | None = None

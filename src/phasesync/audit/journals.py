@@ -589,6 +589,7 @@ class JournalAudit:
             self.audit.add(finding)
         for finding in self.clocks.findings():
             self.audit.add(finding)
+        self.audit.facts.skews = self.clocks.skews()
         return self.audit.answer(run=self.run)
 
     def _believed(self, finding: Finding) -> Finding:

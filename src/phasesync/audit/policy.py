@@ -71,6 +71,8 @@ def _certainty(finding: Finding, facts: Facts) -> str:
     What one rank says is in its order. Where only clocks order two ranks, it depends on how far
     apart their lines are, and on how well the clocks are known.
     """
+    if finding.hosts:
+        return _by_clocks_of(finding.hosts, facts)
     if not facts.header.by_clock or finding.apart is None:
         return finding.certainty
     gap, within = (seconds * 1000 for seconds in finding.apart)
@@ -82,6 +84,21 @@ def _certainty(finding: Finding, facts: Facts) -> str:
     if gap > within:
         return f"in every order that clocks within +-{max(within, 1):,.0f} ms allow"
     return f"possible within +-{within:,.0f} ms: the lines that matter are {gap:,.0f} ms apart"
+
+
+def _by_clocks_of(hosts: tuple[str, ...], facts: Facts) -> str:
+    """How sure an order is that only the clocks of two hosts give: fences bound how far apart those
+    can be.
+    """
+    only = f"only the clocks of {' and '.join(hosts[:4])} order the lines that matter"
+    bounds = [
+        max(abs(least), abs(most))
+        for ahead, behind, least, most in facts.skews
+        if ahead in hosts and behind in hosts
+    ]
+    if not bounds:
+        return f"possible: {only}, and no fence bounds how far apart they are"
+    return f"possible within +-{max(bounds):,.1f} ms: {only}; fences bound them to that"
 
 
 def _record_next(verdict: str, alike: list[Finding], facts: Facts) -> tuple[str, ...]:
