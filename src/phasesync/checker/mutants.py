@@ -453,8 +453,9 @@ def survey(
     *,
     options: Mapping[str, OptionValue] | None = None,
     budget: Callable[[], Budget] = Budget,
+    only: Callable[[Mutation], bool] = lambda mutation: True,
 ) -> Survey:
-    """Plants every mutation, and looks for a run that refutes it.
+    """Plants every mutation, or `only` some, and looks for a run that refutes it.
 
     `budget` is asked once a mutation.
     """
@@ -464,7 +465,8 @@ def survey(
         found = {**each, **fixed}
         if found not in spans:
             spans.append(found)
-    mutants = tuple(_mutant(protocol, spans, each, budget()) for each in mutations(protocol))
+    chosen = filter(only, mutations(protocol))
+    mutants = tuple(_mutant(protocol, spans, each, budget()) for each in chosen)
     return Survey(protocol=protocol.name, mutants=mutants)
 
 
