@@ -1,13 +1,11 @@
 """Faults by chance with real processes: killed, frozen, stalled, or their host taken away."""
 
 import asyncio
-import math
 import os
 import random
 import secrets
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +17,7 @@ from typing import Any
 from phasesync.core.model import RootCause
 from phasesync.fences.store import StoreFences
 from tests.fences.faults.promises import broken_promises
-from tests.fences.faults.ranks import FREEZES, Life, Report, board, entered, listen, started
+from tests.fences.faults.ranks import FREEZES, Life, Report, board, listen, started, until_entered
 from tests.fences.processes import Host, hosted, rank_of, store_client, store_host, tcp_host
 
 __all__ = ("FAULTS", "Hosts", "play_in_processes", "play_one")
@@ -176,7 +174,7 @@ def _played(lives: Sequence[Life], fault: Fault, host: Host | None) -> list[Repo
     with started(lives) as begun:
         if fault.host_signal is not None:
             assert host is not None
-            _until_all_wait(lives)
+            until_entered(lives[0], lives[0].size - 1)
             os.kill(host.process.pid, fault.host_signal)
             begun_living = [each for each in begun if each.report.life.act == "well"]
             hung = listen(begun_living, WITHIN_S)
@@ -193,16 +191,6 @@ def _played(lives: Sequence[Life], fault: Fault, host: Host | None) -> list[Repo
 def _marked(hung: Sequence[Any]) -> list[Report]:
     """Nothing that ends itself may hang, the victims neither."""
     return [replace(each.report, ending=None) for each in hung]
-
-
-def _until_all_wait(lives: Sequence[Life]) -> None:
-    life = lives[0]
-    until = time.monotonic() + WITHIN_S
-    while time.monotonic() < until:
-        there = entered(life.board, life.at, life.size)
-        if sum(map(math.isfinite, there)) >= life.size - 1:
-            return
-        time.sleep(0.01)
 
 
 def _keys_of_store(reports: Sequence[Report], victim: int) -> list[str]:

@@ -15,7 +15,6 @@ import secrets
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -39,6 +38,7 @@ from tests.fences.faults.ranks import (
     live,
     process,
     started,
+    until_entered,
 )
 from tests.fences.processes import hosted, store_host, tcp_host
 
@@ -153,7 +153,7 @@ def _as_processes(target: Any, lives: Sequence[Life], fault: str, host: Any) -> 
     deadline_s = lives[0].deadline_s
     with started(lives, target) as begun:
         if fault in HOST_ACTS:
-            _wait_for_entries(lives[0])
+            until_entered(lives[0], SIZE - 1)
             os.kill(host.process.pid, HOST_ACTS[fault])
             waiting = _without_victim(begun)
             listen(waiting, deadline_s + HANG_S)
@@ -168,13 +168,6 @@ def _as_processes(target: Any, lives: Sequence[Life], fault: str, host: Any) -> 
 
 def _without_victim(of_each: Sequence[T]) -> list[T]:
     return [one for number, one in enumerate(of_each) if number != VICTIM]
-
-
-def _wait_for_entries(life: Life) -> None:
-    """Until all but the victim have entered the fence at which it happens, and a moment more."""
-    while sum(map(math.isfinite, entered(life.board, life.at, life.size))) < life.size - 1:
-        time.sleep(0.02)
-    time.sleep(0.3)
 
 
 class Member:
@@ -213,7 +206,7 @@ class Actors:
         others = _without_victim(list(range(len(lives))))
         longest_s = 2 * lives[0].deadline_s + HANG_S
         if fault in HOST_ACTS:
-            _wait_for_entries(lives[0])
+            until_entered(lives[0], SIZE - 1)
             host = self._coordinator_pid(lives[0].run)
             os.kill(host, HOST_ACTS[fault])
         self._ray.wait([asked[n] for n in others], num_returns=len(others), timeout=longest_s)

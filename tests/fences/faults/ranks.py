@@ -173,6 +173,16 @@ def entered(name: str, generation: int, size: int) -> tuple[float, ...]:
     return tuple(at or math.inf for at in struct.unpack(f"{size}d", text))
 
 
+def until_entered(life: Life, count: int, within_s: float = 60.0) -> None:
+    """Until so many ranks have entered the fence at which it happens, and a moment more."""
+    until = time.monotonic() + within_s
+    while sum(map(math.isfinite, entered(life.board, life.at, life.size))) < count:
+        if time.monotonic() > until:
+            raise TimeoutError(f"{life.run}: not {count} ranks have come within {within_s:g} s")
+        time.sleep(0.01)
+    time.sleep(0.3)
+
+
 # --- One life --------------------------------------------------------------------------------
 
 
