@@ -6,10 +6,13 @@ from math import comb
 import pytest
 
 from phasesync.bench.check import MODELS
+from phasesync.checker import Settings, check
+from phasesync.checker.mutants import without_fence
 from phasesync.checker.search import search
 from phasesync.checker.space import Space
 from phasesync.core.kernel import Faults
 from phasesync.core.plan import Defect, Plan, resolve
+from phasesync.core.verdict import Holds, Violated
 from phasesync.spec import load
 
 FENCE = load(MODELS / "fence_pml.yaml")
@@ -17,11 +20,28 @@ ABORT = load(MODELS / "fence_pml_abort.yaml")
 CRASH = Faults(most=1, crash=True)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6])
 def test_the_product_is_spins(ranks: int) -> None:
-    plan = resolve(FENCE, ranks)
-    space = Space(plan, Faults(), 1, symmetry=False, reduction=False, whole=True)
-    assert search(space).states == 5**ranks + 3**ranks - 1
+    """As `check --ranks N --faults none --epochs 1 --no-symmetry --no-por --atomic` counts."""
+    plainly = Settings(any_n=False, symmetry=False, reduction=False, atomic=True)
+    report = check(FENCE, ranks=ranks, faults="none", epochs=1, settings=plainly)
+    assert isinstance(report.verdict, Holds)
+    assert report.verdict.states == 5**ranks + 3**ranks - 1
+
+
+@pytest.mark.parametrize("reduction", [False, True])
+def test_without_the_fence_it_is_broken_also_where_ranks_go_first_alone(reduction: bool) -> None:
+    one = Settings(any_n=False, reduction=reduction)
+    report = check(FENCE, ranks=3, faults="none", mutate=without_fence("at_fence"), settings=one)
+    assert isinstance(report.verdict, Violated)
+    assert len(report.verdict.path) == 9
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_orbits_stand_for_the_product(ranks: int) -> None:
+    folded = Space(resolve(ABORT, ranks), CRASH, 1, reduction=False)
+    plain = Space(resolve(ABORT, ranks), CRASH, 1, symmetry=False, reduction=False)
+    assert search(folded).product == search(plain).states
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 12])

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,6 +17,7 @@ from phasesync.checker.mutants import without_fence
 from phasesync.checker.search import search
 from phasesync.checker.space import Space
 from phasesync.core.kernel import Faults
+from phasesync.core.model import Device
 from phasesync.core.plan import Plan, resolve
 from phasesync.report.check_files import junit, sarif, written_test
 from phasesync.report.check_html import html
@@ -57,8 +59,26 @@ def test_html_is_one_page_with_the_run_in_it(broken: Report) -> None:
     page = html(broken)
     assert "<h1>colocated: violated</h1>" in page
     assert '"text":"start load","bad":true' in page
-    assert "http" not in page.replace("https://json.schemastore.org", "")
+    assert "http:" not in page
+    assert "https:" not in page
     assert "const run = null;" in html(check(load("basic"), ranks=2, settings=QUICK))
+
+
+def test_a_hostile_name_stays_text(broken: Report) -> None:
+    """Names in files are plain words, but devices are called what hosts call them."""
+    case = broken.counterexample
+    assert case is not None
+    assert case.plan is not None
+    hostile = "</script><img src=x onerror=alert(1)>`${run}"
+    plan = replace(case.plan, devices=(Device(hostile), *case.plan.devices[1:]))
+    page = html(replace(broken, cases=(replace(case, plan=plan),)))
+    assert "<img" not in page
+    assert page.count("</script>") == 1
+    assert "Content-Security-Policy" in page
+    written = re.findall(r"`[^`]*<t[hd]>\$\{([^}]*)\}", page)
+    assert written
+    numbers = {"n + 1", "heads", 'r === s.rank ? esc(s.text) : ""'}
+    assert all(each.startswith("esc(") or each in numbers for each in written), written
 
 
 def test_a_written_test_fails_until_the_protocol_is_mended(broken: Report, tmp_path: Path) -> None:

@@ -12,7 +12,10 @@ from phasesync.report.check_text import report_lines
 __all__ = ("html",)
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title>{title}</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em }}
 pre {{ background: #f6f6f4; padding: 1em; overflow: auto }}
 table {{ border-collapse: collapse }} td, th {{ padding: .2em .7em; text-align: left }}
@@ -24,14 +27,17 @@ tr.now {{ background: #fde9a9 }} tr.bad td {{ color: #a40000; font-weight: 600 }
 <script>
 const run = {data};
 const box = document.getElementById("run");
+// Names come from protocol files and hosts: whatever is written into the page goes through here.
+const esc = text => String(text).replace(/[&<>"'`]/g, c => `&#${{c.charCodeAt(0)}};`);
 if (run) {{
   box.innerHTML = `<p><button id="back">back</button> <button id="on">on</button>
     step <span id="at"></span></p><div id="memory"></div><div id="steps"><table></table></div>`;
   const table = box.querySelector("table");
-  table.innerHTML = "<tr><th>step</th>" + run.ranks.map(r => `<th>${{r}}</th>`).join("") + "</tr>" +
+  const heads = run.ranks.map(r => `<th>${{esc(r)}}</th>`).join("");
+  table.innerHTML = `<tr><th>step</th>${{heads}}</tr>` +
     run.steps.map((s, n) => `<tr data-n="${{n + 1}}"` + (s.bad ? ' class="bad"' : "") +
       `><td>${{n + 1}}</td>` + run.ranks.map((_, r) =>
-        `<td>${{r === s.rank ? s.text : ""}}</td>`).join("") + "</tr>").join("");
+        `<td>${{r === s.rank ? esc(s.text) : ""}}</td>`).join("") + "</tr>").join("");
   let at = Math.min(run.steps.length, parseInt(location.hash.slice(1)) || run.steps.length);
   const colours = {{mapped: "#4c78a8", unknown: "#f58518", lost: "#a40000"}};
   function show() {{
@@ -39,8 +45,9 @@ if (run) {{
     document.getElementById("at").textContent = `${{at}} of ${{run.steps.length}}`;
     table.querySelectorAll("tr").forEach(tr => tr.classList.toggle("now", tr.dataset.n == at));
     document.getElementById("memory").innerHTML = "<table>" + run.devices.map((d, i) =>
-      `<tr><th>${{d}}</th><td>` + run.memory[at][i].map(([name, state]) =>
-        `<span class="bar" style="background:${{colours[state]}}"></span>${{name}} `).join("") +
+      `<tr><th>${{esc(d)}}</th><td>` + run.memory[at][i].map(([name, state]) =>
+        `<span class="bar" style="background:${{colours[state]}}"></span>` +
+        `${{esc(name)}} `).join("") +
       "</td></tr>").join("") + "</table>";
   }}
   document.getElementById("back").onclick = () => {{ at = Math.max(0, at - 1); show(); }};
