@@ -40,6 +40,18 @@ class Turn:
     retry: int = 0
     done: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def absent(self) -> int:
+        """How many members of the ticket's scope did not arrive.
+
+        A recovery does not wait for the dead. What such a rank held may take a while to come
+        free, and nobody says when it has.
+        """
+        if self.ticket is None:
+            return 0
+        members = {scope.name: len(scope.members) for scope in self.plan.scopes}
+        return members[self.ticket.key.scope] - self.ticket.count
+
     def progress(self, **marks: Any) -> None:
         """Write a mark to the journal, with whatever figures it is given: `bytes`, `bucket`...
 

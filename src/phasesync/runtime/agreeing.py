@@ -28,7 +28,7 @@ from phasesync.fences.base import FenceTransport
 from phasesync.journal import line_cut
 from phasesync.runtime.walk import Walk
 
-__all__ = ("agree", "tell_unready")
+__all__ = ("agree", "own_cause", "tell_unready")
 
 
 async def agree(walk: Walk, resolved: Callable[..., Plan], device: str, deadline_s: float) -> None:
@@ -82,13 +82,7 @@ async def tell_unready(
 
     For whoever makes a `RankRunner` and fails at it: the peers wait for this rank all the same.
     """
-    cause = RootCause(
-        kind="failed",
-        ranks=(rank,),
-        fence=PLAN,
-        error_type=type(error).__name__,
-        error=line_cut(str(error) or repr(error)),
-    )
+    cause = replace(own_cause(rank, error), fence=PLAN)
     call = FenceCall(
         key=FenceKey(run, attempt, WORLD, 0),
         fence=PLAN,
@@ -114,6 +108,16 @@ async def tell_unready(
         await transport.fail(call, arrival)
     finally:
         await transport.close()
+
+
+def own_cause(rank: Rank, error: BaseException) -> RootCause:
+    """The root cause that an error of `rank` is, outside any phase."""
+    return RootCause(
+        kind="failed",
+        ranks=(rank,),
+        error_type=type(error).__name__,
+        error=line_cut(str(error) or repr(error)),
+    )
 
 
 def _word(value: OptionValue) -> str:

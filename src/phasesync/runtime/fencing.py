@@ -5,6 +5,7 @@ scope instance has come to, passed or not, so that all members name the same ins
 failure too.
 """
 
+import contextlib
 import secrets
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -213,6 +214,16 @@ class RankFences:
                 found = await self.fail_at(self.call(plan, state, wait), cause)
         self.use_up(waits)
         return found
+
+    async def decline(self, plan: Plan, state: RankState, cause: RootCause) -> None:
+        """Break the fences of an epoch that this rank will not enter, for whoever enters it.
+
+        Nothing is written: as a rule nobody does, because all leave for the same reason.
+        """
+        for wait in fences_left(plan, plan.index(self._rank), state):
+            call = self.call(plan, state, wait)
+            with contextlib.suppress(FenceError):
+                await self.transport.fail(call, self._arrival(call, cause=cause))
 
     def joined(self, call: FenceCall) -> Ticket:
         """The caller's own join stands for this fence: its word, with no arrivals to show."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
-from phasesync.core.kernel import Kind, Status
+from phasesync.core.kernel import Kind, RankState, Status
 from phasesync.core.model import OptionValue, Rank
 from phasesync.core.plan import Act, Plan, resolve
 from phasesync.core.protocol import PhaseDecl, Protocol
@@ -27,7 +27,7 @@ from phasesync.fences.store import StoreFences
 from phasesync.journal import Journal
 from phasesync.lint import refuse
 from phasesync.runtime.actions import Action, bind, check_names
-from phasesync.runtime.agreeing import agree
+from phasesync.runtime.agreeing import agree, own_cause
 from phasesync.runtime.calls import BlockingCalls
 from phasesync.runtime.device import DevicePort, HostDevice, check_established
 from phasesync.runtime.fencing import RankFences
@@ -218,6 +218,20 @@ class RankRunner:
                 error=str(error) if error else None,
             )
             self.journal.close()
+
+    async def withdraw(self, error: Exception) -> None:
+        """Close between two epochs, and tell whoever enters the next one that this rank does not.
+
+        For a rank whose configuration has changed, say: peers where it has not would wait for it.
+        """
+        walk = self._walk
+        if self._open and not self._busy:
+            if walk.rest_is_outside() and not walk.is_fresh():
+                await walk.record_rest()
+            state = walk.machine.state
+            coming = state if walk.is_fresh() else RankState(epoch=state.epoch + 1)
+            await self._fences.decline(self.plan, coming, own_cause(self.rank, error))
+        await self.close()
 
     @property
     def epoch(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from phasesync.core.model import OptionValue
 from phasesync.errors import EngineError
 from phasesync.integrations.verl.place import TorchDevice
+from phasesync.runtime import Turn, at_once
 
 __all__ = ("NaiveSync",)
 
@@ -35,9 +36,9 @@ class NaiveSync:
         self._mapped: Literal["nothing", "weights", "all", "unknown"] = "nothing"
         self._is_read = False
 
-    def actions(self, options: Mapping[str, OptionValue]) -> dict[str, Callable[[], Any]]:
+    def actions(self, options: Mapping[str, OptionValue]) -> dict[str, Callable[..., Any]]:
         """What to do in each phase that the options leave in the plan."""
-        found: dict[str, Callable[[], Any]] = {
+        found: dict[str, Callable[..., Any]] = {
             "trim_cache": self.trim_cache,
             "resume_weights": self.resume_weights,
             "meet_weights": self.meet_weights,
@@ -67,7 +68,8 @@ class NaiveSync:
         """Hold on to no weight once the sync is over, however it ended."""
         self._weights = self._adapter = None
 
-    async def trim_cache(self) -> None:
+    @at_once
+    def trim_cache(self) -> None:
         self._device.synchronise()
         self._device.empty_cache()
         self._say("Before resume weights")
@@ -81,7 +83,8 @@ class NaiveSync:
         if not self._first:
             await self.resume_weights()
 
-    async def stage(self) -> None:
+    @at_once
+    def stage(self) -> None:
         self._say("After resume weights")
         worker = self._worker
         self._weights, self._adapter = worker.actor.engine.get_per_tensor_param(
@@ -120,11 +123,13 @@ class NaiveSync:
             raise
         self._is_read = False
 
-    async def offload(self) -> None:
+    @at_once
+    def offload(self) -> None:
         self._worker.actor.engine.to("cpu", model=True, optimizer=False, grad=False)
         self._device.synchronise()
 
-    async def empty_cache(self) -> None:
+    @at_once
+    def empty_cache(self) -> None:
         self.drop()
         self._device.synchronise()
         # Before the cache is emptied: a block whose handle a peer had is free only after this.
@@ -147,7 +152,7 @@ class NaiveSync:
         if self._is_read:
             raise EngineError("the update was cut off; whether the engine still reads is not known")
 
-    async def reclaim(self) -> None:
+    async def reclaim(self, turn: Turn) -> None:
         """After a failed sync: the engine gives back what it mapped.
 
         An engine that is half awake takes a release for done (vLLM 0.24), so it is woken first;
@@ -160,6 +165,11 @@ class NaiveSync:
             case "unknown":
                 raise EngineError("the engine failed to resume; what it holds is not known")
             case "weights" if self._worker.rollout.config.name in _LEADER_WAKES:
+                if turn.absent:
+                    raise EngineError(
+                        "the engine is half awake, and a rank that died may hold what it needs to "
+                        "wake; start it again"
+                    )
                 await self.resume_kv()
             case "weights" | "all":
                 pass

@@ -10,9 +10,10 @@ import inspect
 import os
 import warnings
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
-from phasesync.core.model import Rank, RoleName
+from phasesync.core.model import OptionValue, Rank, RoleName
+from phasesync.errors import PlanError
 from phasesync.fences.base import FenceTransport
 from phasesync.integrations.verl.naive import NaiveSync
 from phasesync.integrations.verl.observer import Observer
@@ -24,12 +25,13 @@ from phasesync.integrations.verl.place import (
     run_name,
 )
 from phasesync.integrations.verl.settings import Settings
-from phasesync.runtime import RankRunner
+from phasesync.runtime import RankRunner, tell_unready
 
 __all__ = ("PROTOCOL", "Worker", "worker_body")
 
 PROTOCOL = "colocated_each"
 _KEPT = "_phasesync"
+Options: TypeAlias = dict[str, OptionValue]
 
 
 def worker_body(stock: Any, module: ModuleType, settings: Settings) -> Any:
@@ -61,8 +63,8 @@ class Worker:
         self._runner: RankRunner | None = None
         self._sync: NaiveSync | None = None
         self._plans = 0
-        self._told: object = None
-        self._met: tuple[int, int, Any] | None = None
+        self._told: tuple[Options, list[list[int]]] | None = None
+        self._met: tuple[int, int, Any, str] | None = None
         self._gave_up = False
         self._version = 0
 
@@ -113,41 +115,58 @@ class Worker:
 
     async def _start(self) -> None:
         if self._met is None:
-            self._met = meeting(self._worker, self._settings)
-        rank, ranks, store = self._met
-        groups = replicas(self._worker, ranks)
-        options = {**options_of(self._worker, groups), **self._settings.options}
-        told = (options, groups)
+            rank, ranks, store = meeting(self._worker, self._settings)
+            self._met = (rank, ranks, store, run_name(self._settings, store))
+        rank, ranks, _, _ = self._met
+        try:
+            groups = replicas(self._worker, ranks)
+            told = ({**options_of(self._worker, groups), **self._settings.options}, groups)
+        except Exception as error:
+            await self._leave(error)
+            await self._tell(error)
+            raise
         if self._runner is not None:
             if told == self._told:
                 return
-            await self._runner.close()
+            await self._leave(PlanError(_changed(self._told, told)))
+        try:
+            runner, sync = self._make(*told)
+        except Exception as error:
+            await self._tell(error)
+            raise
+        self._plans += 1
+        await runner.start()
+        self._runner, self._sync, self._told = runner, sync, told
+
+    def _make(self, options: Options, groups: list[list[int]]) -> tuple[RankRunner, NaiveSync]:
+        """A runner under a new plan, as an attempt of its own: the one before had another."""
+        assert self._met is not None
+        rank, ranks, _, run = self._met
         device = TorchDevice(self._module, rank)
-        sync = NaiveSync(self._worker, self._module, device, first=_leads(rank, groups))
-        run = run_name(self._settings, store)
-        attempt = _attempt() + self._plans
+        first = any(group[0] == rank for group in groups)
+        sync = NaiveSync(self._worker, self._module, device, first=first)
         runner = RankRunner(
             PROTOCOL,
             rank=rank,
             ranks=ranks,
             actions=sync.actions(options),
-            fences=self._fences(store, rank, run, attempt),
+            fences=self._fences(),
             options=options,
             groups={"replica": groups},
             device=device,
             caller_joins=True,
             run=run,
-            attempt=attempt,
+            attempt=_attempt() + self._plans,
             incarnation=self._plans,
             runs=self._settings.folder,
             fsync=self._settings.fsync,
             plan_deadline_s=self._settings.plan_deadline_s,
         )
-        self._plans += 1
-        await runner.start()
-        self._runner, self._sync, self._told = runner, sync, told
+        return runner, sync
 
-    def _fences(self, store: Any, rank: int, run: str, attempt: int) -> FenceTransport | None:
+    def _fences(self) -> FenceTransport | None:
+        assert self._met is not None
+        rank, _, store, run = self._met
         if store is None:
             return None
         from phasesync.fences.store import StoreFences  # noqa: PLC0415
@@ -156,17 +175,46 @@ class Worker:
             store,
             rank=Rank(RoleName("trainer"), rank),
             run=run,
-            attempt=attempt,
+            attempt=_attempt() + self._plans,
             incarnation=self._plans,
         )
+
+    async def _leave(self, error: Exception) -> None:
+        """The plan so far does not hold any more; who still goes by it does not wait for us."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.withdraw(error)
+
+    async def _tell(self, error: Exception) -> None:
+        """This rank has no plan: its peers hear why, where they would have waited for it."""
+        fences = self._fences()
+        attempt = _attempt() + self._plans
+        self._plans += 1
+        if fences is None or self._met is None:
+            return
+        rank, ranks, _, run = self._met
+        members = tuple(Rank(RoleName("trainer"), number) for number in range(ranks))
+        await tell_unready(
+            fences,
+            error,
+            rank=members[rank],
+            members=members,
+            run=run,
+            attempt=attempt,
+            incarnation=self._plans - 1,
+        )
+
+
+def _changed(before: Any, after: Any) -> str:
+    """What is configured differently now, in one line."""
+    (had, groups), (has, regrouped) = before, after
+    said = [f"{name}: {has[name]}, was {had[name]}" for name in has if has[name] != had[name]]
+    said += ["replicas are others"] if groups != regrouped else []
+    return f"the configuration changed between two syncs ({'; '.join(said)})"
 
 
 def _attempt() -> int:
     return int(os.environ.get("PHASESYNC_ATTEMPT", "0"))
-
-
-def _leads(rank: int, groups: list[list[int]]) -> bool:
-    return any(group[0] == rank for group in groups)
 
 
 _BODIES: dict[str, Any] = {"enforce": Worker, "observe": Observer}
