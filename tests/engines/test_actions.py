@@ -36,6 +36,7 @@ class Leader:
         self.marks: list[dict[str, Any]] = []
         self.answers: list[str] = []
         self.generation = 0
+        self.absent = 0
 
     async def served(self, turn: Any) -> None:
         self.answers.append(self.engine.generate("hello"))
@@ -53,6 +54,7 @@ class Leader:
             ),
             version=epoch,
             epoch=epoch,
+            absent=self.absent,
             progress=lambda **marks: self.marks.append(marks),
         )
         await self.actions[phase](turn)
@@ -132,6 +134,24 @@ def test_an_engine_that_is_half_awake_maps_kv_before_it_releases_only_with_a_tic
         "pause(keep)",
         "sleep(weights, kv_cache)",
     ]
+
+
+def test_an_engine_that_is_half_awake_is_left_alone_where_a_rank_died() -> None:
+    """What the rank held may still be in the way, and a failed wake would be the engine's end."""
+    leader = Leader(Quirks(sleeps_whole=True))
+    leader.absent = 1
+
+    async def story() -> None:
+        await asleep(leader)
+        await leader.epoch(1, until="load")
+        with pytest.raises(EngineRefused, match="releases only"):
+            await leader.does("reclaim", "let_go", 1)
+        status = await leader.port.status()
+        assert status.asleep == {KV_CACHE}
+        assert status.health == "usable"
+
+    run(story())
+    assert "wake(kv_cache)" not in leader.engine.calls
 
 
 def test_an_engine_that_cannot_map_kv_for_its_release_is_not_asked_twice() -> None:

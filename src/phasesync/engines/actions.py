@@ -110,7 +110,8 @@ async def reclaim(
     await quiesce(port, in_flight=in_flight)
     status = await port.status()
     if held := _held(status, tags):
-        await port.release(held, turn.ticket)
+        # A rank that died may still hold memory that the engine would need to map the rest.
+        await port.release(held, None if turn.absent else turn.ticket)
     await port.raise_floor(Floor(turn.ticket.key.attempt if turn.ticket else 0, turn.epoch))
     if turn.ticket is not None:
         await port.spend(turn.ticket)
