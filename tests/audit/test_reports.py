@@ -122,7 +122,7 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
 
 def test_the_first_line_says_what_and_who() -> None:
     rows = as_text(audit_paths([CASES / "b01.trace.jsonl"]))
-    assert rows[0].startswith("violation R-FENCE at resume_kv in epoch 7; guilty: 0: rank 0")
+    assert rows[0].startswith("violation R-FENCE at resume_kv in epoch 7; guilty: rank 0: rank 0")
     assert "3 is still in offload" in rows[0]
 
 
@@ -171,4 +171,4 @@ def test_the_moments_around_a_fault() -> None:
     steps = "sync_weights | offload | empty_cache | resume_kv FAILED"
     assert " ".join(lanes[0].split()) == f"> 0 {steps}"
     assert any(row.rstrip().endswith("offload ...") for row in lanes)
-    assert "  GiB at the fault: 0 16.0, 1 16.0, 2 16.0" in rows
+    assert "  GiB held at the fault, by device: 0: 16.0, 1: 16.0, 2: 16.0, 3: 50.0" in rows

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from phasesync.audit.answer import (
     FAILED,
+    MISSING,
     NOTE,
     RULES,
     SUSPECTED,
@@ -28,6 +29,7 @@ __all__ = ("judge",)
 
 _ORDER: Final = {rule: index for index, rule in enumerate(RULES)}
 _SHOWN: Final = 12
+_LEAVES: Final = ("R-FENCE", "R-COVERS", "R-FREED", "R-ROLLBACK", "R-DRIFT")
 
 
 def judge(findings: Iterable[Finding], facts: Facts, *, run: str = "", events: int = 0) -> Answer:
@@ -224,6 +226,20 @@ def _consequences(root: Finding, alike: list[Finding], facts: Facts) -> tuple[st
     return tuple(text_of(each, 400) for each in said[:_SHOWN])
 
 
+def _follows(finding: Finding, root: Finding) -> bool:
+    """Whether a finding is no news beside the root: what could not be told alone, who waits since,
+    and a device that is too full since somebody did not let go of it.
+    """
+    known = root.rule == "R-TIMEOUT" or set(finding.waiting) <= set(root.waiting)
+    if finding.strength == MISSING and root.strength < MISSING and known:
+        return True  # The root says already why they wait.
+    if finding.at < root.at:
+        return False
+    if finding.strength in (MISSING, SUSPECTED):
+        return finding.strength > root.strength
+    return finding.rule == "R-BUDGET" and root.rule in _LEAVES
+
+
 def _shown(
     every: list[Finding], alike: list[Finding] | None, facts: Facts
 ) -> tuple[dict[str, Any], ...]:
@@ -233,8 +249,8 @@ def _shown(
     for each in sorted(every, key=lambda finding: (finding.strength, finding.at)):
         if id(each) in root or each.rule == "R-SCOPE":
             continue
-        if decided is not None and each.strength == SUSPECTED and each.at >= decided.at:
-            continue  # What could not be told alone follows from what could.
+        if decided is not None and _follows(each, decided):
+            continue
         shown.append(
             {
                 "rule": each.rule,

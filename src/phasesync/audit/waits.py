@@ -16,14 +16,17 @@ __all__ = (
     "Meet",
     "Wait",
     "Waits",
+    "named",
     "strongly_connected",
     "unrecovered",
     "version_of",
+    "waiters",
 )
 
 # Steps at which ranks of one role meet, or a sender its receivers.
 STEPS: Final = frozenset({"fence", "collective", "send", "receive"})
 
+_NAMED: Final = 16
 _PAIRED: Final = frozenset({"send", "receive", "publish", "wait"})
 _TOGETHER: Final = frozenset({"fence", "collective", "init_group"})
 
@@ -191,6 +194,19 @@ class Waits:
         if known.open:
             return "working"
         return "idle"
+
+
+def named(ranks: Iterable[Name]) -> str:
+    """`rank 3`, or `ranks 0, 1, 2`; of very many, the first."""
+    each = tuple(ranks)
+    more = f" and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
+    return f"rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each[:_NAMED]))}{more}"
+
+
+def waiters(ranks: Iterable[Name]) -> str:
+    """`rank 3 waits`, or `ranks 0, 1, 2 wait`."""
+    each = tuple(ranks)
+    return f"{named(each)} wait{'' if len(each) > 1 else 's'}"
 
 
 def _same_epoch(event: Event, meet: Meet) -> bool:

@@ -1,11 +1,10 @@
-"""The moments around a fault as text: what each rank did last, who waited, what memory held.
-held.
+"""The moments around a fault as text: what each rank did last, who waited, what devices held.
 
 Guilty ranks come first, then those that wait. A phase that never ended says so.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -58,27 +57,46 @@ def around(paths: Sequence[str | Path], answer: Answer) -> list[str]:
     moments = moments_of(paths)
     now = 0.0
     seen = False
+    word = "free"
     for moment in moments:
         now = _take(moment, rows, memory)
         if (moment.file, moment.line) == fault:
             seen = True
+            word = "held" if moment.held else "free"
             break
     if not seen:
         return []
     held = dict(memory)
-    for moment in islice(moments, _AFTER * len(rows)):
+    # Where somebody waits for ever, the picture is the end of the log.
+    for moment in islice(moments, None if answer.verdict == "hang" else _AFTER * len(rows)):
         now = _take(moment, rows, memory)
-    first = [*map(str, answer.guilty), *map(str, answer.waiting)]
-    short = {name.rpartition("/")[2] for name in first}
-    ranks = sorted(rows, key=lambda rank: (rank not in first and rank not in short, rank))
-    text = [_lane(rank, rows[rank], now, rank in first[:1]) for rank in ranks[:_RANKS]]
+    guilty, waiting = _short(answer.guilty), _short(answer.waiting)
+    names = {rank: _short([rank]) for rank in rows}
+    ranks = sorted(
+        rows, key=lambda rank: (not names[rank] & guilty, not names[rank] & waiting, natural(rank))
+    )
+    text = [_lane(rank, rows[rank], now, bool(names[rank] & guilty)) for rank in ranks[:_RANKS]]
     if len(ranks) > _RANKS:
         text.append(f"  ... and {len(ranks) - _RANKS} more ranks")
     if held:
-        shown = list(held.items())[:_RANKS]
-        figures = ", ".join(f"{device} {gib:.{1 if gib >= 1 else 3}f}" for device, gib in shown)
-        text.append(f"  GiB at the fault: {figures}")
+        shown = sorted(held.items(), key=lambda each: natural(each[0]))[:_RANKS]
+        figures = ", ".join(
+            f"{device}: {gib:.{1 if abs(gib) >= 1 or not gib else 3}f}" for device, gib in shown
+        )
+        more = f", and {len(held) - _RANKS} more devices" if len(held) > _RANKS else ""
+        text.append(f"  GiB {word} at the fault, by device: {figures}{more}")
     return text
+
+
+def natural(rank: str) -> tuple[str, int, str]:
+    """A key that puts trainer/10 behind trainer/9."""
+    role, _, number = rank.rpartition("/")
+    return (role, int(number) if number.isascii() and number.isdigit() else 1 << 30, number)
+
+
+def _short(names: Iterable[object]) -> set[str]:
+    """Ranks by number alone, as a trace's own lines have them."""
+    return {str(name).rpartition("/")[2] for name in names}
 
 
 def _take(moment: Moment, rows: dict[str, _Row], memory: dict[str, float]) -> float:

@@ -27,6 +27,12 @@ BAD: Final = ("violation", "hang", "failure", "false_alarm")
 WORST: Final = (*BAD, "inconclusive", "ok")
 _OK, _BROKEN, _UNDECIDED = 0, 1, 3
 _SHOWN: Final = 8
+# Whose fault it is where no rank is guilty.
+_NOBODY: Final = {
+    "R-BUDGET": "the plan is at fault, and no rank",
+    "R-TIMEOUT": "the time limit is at fault, and no rank",
+    "R-SAMEPLAN": "who is right is not decidable: there is no majority",
+}
 _FOUND_BESIDE: Final = "protocol.yaml"
 _TELL: Final = 4096
 
@@ -195,19 +201,39 @@ def as_text(
 
 def _one(answer: Answer, brief: bool) -> list[str]:
     rows = [_headline(answer)]
-    if answer.verdict != "ok" and answer.guilty:
-        rows.append(f"  {answer.certainty}")
+    whole = answer.certainty == "in every order"
+    if answer.verdict != "ok" and answer.guilty and not (brief and whole):
+        rows.append(f"  {answer.certainty}{' that the log allows' if whole else ''}")
     for line in answer.evidence[: 3 if brief else _SHOWN]:
         rows.append(f"  see {text_of(line.file, 200)}:{line.line}")
     if answer.waiting:
         rows.append(f"  waiting: {', '.join(map(str, answer.waiting[:16]))}")
     if not brief:
         rows += [f"  then {text_of(each, 300)}" for each in answer.consequences[:_SHOWN]]
-    for finding in answer.findings[: 2 if brief else _SHOWN]:
+    told = {(line.file, line.line) for line in answer.evidence}
+    told |= {_place(each) for each in answer.consequences}
+    beside = [each for each in answer.findings if not _is_told(each, told)]
+    for finding in beside[: 2 if brief else _SHOWN]:
         rule = f"{finding['rule']}: " if finding["rule"] else ""
         rows.append(f"  also {rule}{text_of(finding['what'], 300)}")
     rows += [f"  record next time: {text_of(each, 200)}" for each in answer.record_next[:4]]
     return rows
+
+
+def _place(consequence: str) -> tuple[str, int]:
+    """The line that a consequence ends with."""
+    file, _, line = consequence.rpartition("(")[2].rstrip(")").rpartition(":")
+    return (file, int(line)) if line.isascii() and line.isdigit() else ("", 0)
+
+
+def _is_told(finding: Mapping[str, Any], told: set[tuple[str, int]]) -> bool:
+    """Whether a plain failure is a line that the answer shows already."""
+    lines = [(line["file"], line["line"]) for line in finding["evidence"]]
+    return finding["rule"] is None and bool(lines) and lines[0] in told
+
+
+def _named(rank: object) -> str:
+    return f"rank {rank}" if isinstance(rank, int) else text_of(rank, 80)
 
 
 def _headline(answer: Answer) -> str:
@@ -216,6 +242,8 @@ def _headline(answer: Answer) -> str:
     where = answer.fence or answer.phase
     place = f" at {text_of(where, 80)}" if where else ""
     epoch = f" in epoch {answer.epoch}" if answer.epoch is not None else ""
-    guilty = f"; guilty: {', '.join(map(str, answer.guilty[:16]))}" if answer.guilty else ""
+    guilty = f"; guilty: {', '.join(map(_named, answer.guilty[:16]))}" if answer.guilty else ""
+    if not answer.guilty and answer.verdict in BAD:
+        guilty = f"; {_NOBODY.get(answer.rule or '', 'nobody is known to be guilty')}"
     because = f": {text_of(answer.because, 600)}" if answer.because else ""
     return f"{answer.verdict}{rule}{place}{epoch}{guilty}{because}"

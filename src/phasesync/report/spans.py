@@ -35,6 +35,7 @@ class Moment(NamedTuple):
     line: int
     memory: tuple[tuple[str, float], ...]
     says: str
+    held: bool = False  # what `memory` is: GiB held on a device, else GiB free
 
 
 @dataclass(slots=True)
@@ -131,19 +132,26 @@ def moments_of(paths: Iterable[str | Path]) -> Iterator[Moment]:
 
 def _trace(file: str, lines: Iterable[RawLine]) -> Iterator[Moment]:
     trace = Trace(file, lines)
-    held: dict[str, float] = {}
-    for rank, gib in trace.header.initial_gib.items():
-        held[rank] = gib
+    held = {text_of(device, 40): gib for device, gib in trace.header.initial_gib.items()}
+    changed = list(held.items())  # What was there before the first event is part of the picture.
+    began: float | None = None
+    now = 0.0
     for event in trace.events():
         deltas = event.attrs.get("delta_gib")
-        changed: list[tuple[str, float]] = []
         for device, value in deltas.items() if isinstance(deltas, dict) else ():
             if (change := number(value)) is not None:
                 name = text_of(device, 40)
                 held[name] = held.get(name, 0.0) + change
                 changed.append((name, held[name]))
+        figure = _held(event.attrs, trace.header.capacity(str(event.rank)))
+        if figure is not None and not isinstance(deltas, dict):
+            held[str(event.rank)] = figure
+            changed.append((str(event.rank), figure))
+        at = number(event.attrs.get("clock_s"))
+        began = at if began is None else began
+        now = now + _STEP_US if at is None or began is None else max(now, (at - began) * 1e6)
         yield Moment(
-            event.at * _STEP_US,
+            now,
             str(event.rank),
             event.epoch,
             text_of(event.phase, 80),
@@ -153,7 +161,17 @@ def _trace(file: str, lines: Iterable[RawLine]) -> Iterator[Moment]:
             event.line,
             tuple(changed),
             _says(event.attrs),
+            True,
         )
+        changed = []
+
+
+def _held(attrs: Any, capacity: float | None) -> float | None:
+    """GiB held on a rank's own device, where an event says so or says what is free."""
+    used, free = number(attrs.get("used_gib")), number(attrs.get("free_gib"))
+    if used is not None:
+        return used
+    return None if capacity is None or free is None else capacity - free
 
 
 def _fence(action: str, phase: str, epoch: int | None, attrs: Any) -> str:

@@ -6,7 +6,7 @@ from phasesync.audit.answer import BROKEN, MISSING, Finding
 from phasesync.audit.events import Event, Name
 from phasesync.audit.facts import Facts, group_of
 from phasesync.audit.rules.seen import Seen
-from phasesync.audit.waits import STEPS, Meet, Waits
+from phasesync.audit.waits import STEPS, Meet, Waits, named, waiters
 
 __all__ = ("plans", "sameplan")
 
@@ -57,10 +57,7 @@ def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             Finding.on(
                 "R-SAMEPLAN",
                 skipped[0],
-                f"ranks {', '.join(map(str, meet.ranks))} wait in {meet.phase}, while "
-                + ", ".join(
-                    f"rank {rank} is in {event.phase}" for rank, event in elsewhere.items()
-                ),
+                f"{waiters(meet.ranks)} in {meet.phase}, while {_where(elsewhere)}",
                 *(wait.event for wait in meet.waits[:6]),
                 *skipped[1:4],
                 strength=MISSING,
@@ -107,6 +104,17 @@ def plans(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
                 )
             )
     return found
+
+
+def _where(elsewhere: dict[Name, Event]) -> str:
+    """Which ranks are in which phase."""
+    phases: dict[str, list[Name]] = {}
+    for rank, event in elsewhere.items():
+        phases.setdefault(event.phase, []).append(rank)
+    return ", ".join(
+        f"{named(ranks)} {'are' if len(ranks) > 1 else 'is'} in {phase}"
+        for phase, ranks in phases.items()
+    )
 
 
 def _other_step(event: Event, meet: Meet) -> bool:

@@ -7,7 +7,7 @@ from phasesync.audit.answer import MISSING, Finding
 from phasesync.audit.events import Event, Name
 from phasesync.audit.facts import group_of, ranks_in
 from phasesync.audit.rules.seen import Seen, lock_of
-from phasesync.audit.waits import STEPS, Meet, Waits, strongly_connected
+from phasesync.audit.waits import STEPS, Meet, Waits, strongly_connected, waiters
 
 __all__ = ("ctrlplane", "nocycle")
 
@@ -237,7 +237,7 @@ def ctrlplane(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             Finding.on(
                 "R-CTRLPLANE",
                 fence.first,
-                f"ranks {', '.join(map(str, fence.ranks))} wait in {fence.phase} on group "
+                f"{waiters(fence.ranks)} in {fence.phase} on group "
                 f"{fence.group}, on which {moving} move payload",
                 *(wait.event for wait in fence.waits[1:4]),
                 *(wait.event for wait in payload[:4]),

@@ -6,7 +6,7 @@ from phasesync.audit.answer import FAILED, Finding
 from phasesync.audit.events import Event, Name
 from phasesync.audit.facts import Facts
 from phasesync.audit.rules.seen import Seen
-from phasesync.audit.waits import STEPS, Meet, Waits, unrecovered
+from phasesync.audit.waits import STEPS, Meet, Waits, unrecovered, waiters
 
 __all__ = ("gone", "report")
 
@@ -40,11 +40,11 @@ def gone(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
         root = min([*roots, *_earlier(roots, meet, waits.facts)], key=lambda event: event.at)
         guilty = [root.rank, *(each.rank for each in roots if _independent(each, root))]
         rule = "R-MEMBERS" if not failed else _allok(root, meet)
-        names = ", ".join(map(str, meet.ranks))
+        names = waiters(meet.ranks)
         what = "exited" if root.kind == "exit" else "left" if root.kind == "end" else "failed"
         error = root.attrs.get("error")
         because = (
-            f"ranks {names} wait in {meet.phase} of epoch {meet.epoch} for rank "
+            f"{names} in {meet.phase} of epoch {meet.epoch} for rank "
             f"{root.rank}, which "
             f"{what} in {root.phase} of epoch {root.epoch}" + (f" ({error})" if error else "")
         )

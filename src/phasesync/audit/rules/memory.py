@@ -151,7 +151,7 @@ class Fence:
                 guilty=(),
             )
         lines = [why[1] for why in grab.late.values() if why[1] is not None]
-        who = "; ".join(f"{name} {why[0]}" for name, why in sorted(grab.late.items(), key=str))
+        who = "; ".join(f"rank {name} {why[0]}" for name, why in sorted(grab.late.items(), key=str))
         room = "; ".join(
             f"device {device} has room for {room:g} of the {need:g} GiB it needs"
             for device, (room, need) in grab.short.items()

@@ -2,7 +2,7 @@
 
 from phasesync.audit.answer import SUSPECTED, Finding
 from phasesync.audit.rules.seen import Seen
-from phasesync.audit.waits import Waits
+from phasesync.audit.waits import Waits, named, waiters
 
 __all__ = ("left_over",)
 
@@ -21,22 +21,20 @@ def left_over(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
         rule: str | None
         silent = [rank for rank, state in meet.absent.items() if state == "silent"]
         rest = [rank for rank, state in meet.absent.items() if state in ("working", "idle")]
-        names = ", ".join(map(str, meet.ranks))
-        where = f"ranks {names} wait in {meet.phase} of epoch {meet.epoch}"
+        where = f"{waiters(meet.ranks)} in {meet.phase} of epoch {meet.epoch}"
         if silent:
-            who = ", ".join(map(str, silent))
-            because = f"{where} for {who}, of which there is no line at all"
-            rule, more = "R-DUMPSET", f"the log or dump of rank {who}"
+            because = f"{where} for {named(silent)}, of which there is no line at all"
+            rule, more = "R-DUMPSET", f"the log or dump of {named(silent)}"
         elif rest:
-            who = ", ".join(map(str, rest))
-            because = f"{where}; {who} did not come, and no line says whether slow, stuck or gone"
+            because = (
+                f"{where}; {named(rest)} did not come, and no line says whether slow, stuck or gone"
+            )
             idle = all(meet.absent[rank] == "idle" for rank in rest)
             rule = "R-DUMPSET" if idle else None  # Then its last lines are what is missing.
-            more = f"progress marks or a stack of rank {who}"
+            more = f"progress marks or a stack of {named(rest)}"
         elif lost := waits.without_lines(meet):
-            who = ", ".join(map(str, lost))
-            because = f"{where}, and of rank {who} there is no line at all"
-            rule, more = "R-DUMPSET", f"the log or dump of rank {who}"
+            because = f"{where}, and of {named(lost)} there is no line at all"
+            rule, more = "R-DUMPSET", f"the log or dump of {named(lost)}"
         else:
             because = f"{where}, and everybody known to belong there is there"
             rule, more = None, "the members of each group, and who is inside it"
