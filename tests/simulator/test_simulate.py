@@ -1,13 +1,24 @@
 """Runs by seed: what they cost, what faults do to them, what they answer."""
 
+import asyncio
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from phasesync import logs
 from phasesync.checker import Settings, check
+from phasesync.checker.explicit import explore
 from phasesync.checker.mutants import without_fence
+from phasesync.core.kernel import Faults
 from phasesync.core.model import OptionValue
-from phasesync.core.plan import Plan, resolve
+from phasesync.core.plan import Defect, Plan, resolve
+from phasesync.core.protocol import PhaseDecl
+from phasesync.core.verdict import Violated
 from phasesync.errors import PlanError, Refused
 from phasesync.simulator import (
     Profile,
@@ -16,11 +27,14 @@ from phasesync.simulator import (
     events_of,
     fit,
     parse_fault,
+    parse_faults,
     profile_of,
     replay,
     simulate,
 )
+from phasesync.simulator.replay import stuck
 from phasesync.spec import load
+from phasesync.world import SimRank, SimWorld
 
 COLOCATED = load("colocated")
 
@@ -44,7 +58,7 @@ def test_without_chance_the_time_is_the_sum_of_the_longest() -> None:
 
 def test_thousands_of_ranks_in_seconds() -> None:
     began = time.perf_counter()
-    found = simulate(plan(4096), seed=1)
+    found = simulate(plan(2048), seed=1)
     assert found.epochs_done == 1
     assert time.perf_counter() - began < 60
 
@@ -127,6 +141,82 @@ def test_profiles_are_doubted() -> None:
         profile_of({"phase": {}})
     with pytest.raises(PlanError, match="made of numbers"):
         profile_of({"phases": {"load": "long"}})
+
+
+def test_a_profile_is_fitted_from_the_journals_of_a_run(tmp_path: Path) -> None:
+    """A run of real runners, in virtual time, in which loading takes 7 seconds."""
+
+    async def main(rank: SimRank) -> None:
+        async def act(name: str) -> None:
+            await asyncio.sleep(7.0 if name == "load" else 0.5)
+
+        names = [s.name for s in (*COLOCATED.steps, *COLOCATED.recover) if isinstance(s, PhaseDecl)]
+        bodies: dict[str, Callable[[], Any]] = {str(each): partial(act, each) for each in names}
+        async with rank.runner("colocated", actions=bodies) as runner:
+            await runner.run_epoch()
+
+    SimWorld(2, runs=tmp_path).run(main)
+    lines = [
+        line.data
+        for source in logs.sources([tmp_path])
+        for line in logs.lines(source.path)
+        if line.data is not None
+    ]
+    fitted = fit(lines, plan=plan(2))
+    assert fitted.span("load") == Span(7.0)
+    assert fitted.span("stage").mean_s == pytest.approx(0.5)
+    quick = simulate(plan(2), profile=fitted)
+    assert quick.phases_s["load"] == pytest.approx(7.0)
+
+
+def test_memory_is_fitted_where_free_memory_was_written_down() -> None:
+    def line(event: str, name: str, gib: int, rank: int = 0) -> dict[str, object]:
+        body = {"event": event, "phase": name, "role": "trainer", "rank": rank, "incarnation": 0}
+        return {**body, "free_bytes": gib << 30}
+
+    lines = [
+        line("phase.end", "load_back", 50),
+        line("phase.end", "train", 25),
+        line("phase.end", "train", 9, rank=1),
+        line("fence.arrive", "", 60),
+        line("phase.end", "resume_kv", 20),
+    ]
+    fitted = fit(lines, plan=plan(2))
+    assert fitted.gib == {"train_cache": 25.0, "kv_cache": 40.0}
+    assert fit(lines).gib == {}
+
+
+def test_a_fault_that_cannot_strike_is_said() -> None:
+    with pytest.raises(PlanError, match="there is no rank 9; there are 4"):
+        simulate(plan(4), faults=[parse_fault("slow:9@load*8")])
+    with pytest.raises(PlanError, match="no phase or fence 'offlaod'"):
+        simulate(plan(4), faults=[parse_fault("crash:1@offlaod")])
+    found = simulate(plan(4), faults=[parse_fault("fail:1@resume_weights")])
+    assert found.missed == [
+        "fail:1@resume_weights never struck; resume_weights is done by trainer/0, trainer/2"
+    ]
+    assert simulate(plan(4), faults=[parse_fault("fail:2@resume_weights")]).missed == []
+
+
+def test_one_slow_node_costs_the_step_what_its_slowest_phase_loses() -> None:
+    steady = Profile(default=Span(1.0), fence_s=0.0)
+    node = parse_faults("slow:8-15@train*5")
+    assert [each.rank for each in node] == list(range(8, 16))
+    whole = simulate(plan(1024), profile=steady)
+    slow = simulate(plan(1024), profile=steady, faults=node)
+    assert (whole.total_s, slow.total_s) == (11.0, 15.0)
+    with pytest.raises(PlanError, match="3 comes before 7"):
+        parse_faults("slow:7-3")
+
+
+def test_who_waits_for_ever_is_seen_when_a_run_is_taken_again() -> None:
+    bare = replace(plan(2), defects=frozenset({Defect.NO_ABORT}))
+    verdict, _ = explore(bare, Faults(most=1, fail=True), 1)
+    assert isinstance(verdict, Violated)
+    systems, broken = replay(bare, verdict.path)
+    assert broken == ()
+    assert [str(rank) for rank in stuck(bare, systems[-1], 1)] == ["trainer/0", "trainer/1"]
+    assert stuck(bare, systems[0], 1) == ()
 
 
 def test_a_counterexample_replays_from_its_json() -> None:

@@ -1,6 +1,6 @@
 """Seeded runs of a protocol in virtual time: what it costs, and what goes wrong when."""
 
-from phasesync.simulator.faults import Fault, parse_fault
+from phasesync.simulator.faults import Fault, parse_fault, parse_faults
 from phasesync.simulator.profile import Profile, Span, fit, profile_of
 from phasesync.simulator.replay import events_of, replay
 from phasesync.simulator.run import Simulated, compare, simulate
@@ -14,6 +14,7 @@ __all__ = (
     "events_of",
     "fit",
     "parse_fault",
+    "parse_faults",
     "profile_of",
     "replay",
     "simulate",

@@ -1,6 +1,7 @@
 """Faults by name, as they are written on a command line: `crash:3@offload`, `slow:2@load*8`.
 
 fault  := kind ":" rank ["@" place] ["*" factor] ["#" turn]     crash fail hang slow
+        | kind ":" first "-" last ...                           each rank of a node
         | "drop:arrive" ["@" fence] [":" rank]
         | "mixed:" option "=" value "@" rank
 """
@@ -11,13 +12,14 @@ from dataclasses import dataclass
 from phasesync.core.model import OptionValue
 from phasesync.errors import PlanError
 
-__all__ = ("KINDS", "Fault", "parse_fault")
+__all__ = ("KINDS", "Fault", "parse_fault", "parse_faults")
 
 KINDS = ("crash", "fail", "hang", "slow", "drop", "mixed")
 _PLAIN = re.compile(
     r"(?P<kind>crash|fail|hang|slow):(?P<rank>\d+)"
     r"(?:@(?P<place>[A-Za-z_]\w*))?(?:\*(?P<factor>\d+(?:\.\d+)?))?(?:#(?P<turn>\d+))?"
 )
+_NODE = re.compile(r"(?P<kind>crash|fail|hang|slow):(?P<first>\d+)-(?P<last>\d+)(?P<rest>.*)")
 _DROP = re.compile(r"drop:arrive(?:@(?P<place>[A-Za-z_]\w*))?(?::(?P<rank>\d+))?")
 _MIXED = re.compile(r"mixed:(?P<option>[A-Za-z_]\w*)=(?P<value>[^@]+)@(?P<rank>\d+)")
 
@@ -84,6 +86,21 @@ def parse_fault(text: str) -> Fault:
         f"{text!r} is no fault; write KIND:RANK@PLACE, as in crash:3@offload, slow:2@load*8, "
         "fail:1@resume_kv, hang:0, drop:arrive@staged:1, mixed:param_offload=false@2"
     )
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """The faults that `text` writes: `slow:8-15*2` is one for each rank of a node of eight.
+
+    Raises:
+        PlanError: it is none.
+    """
+    found = _NODE.fullmatch(text)
+    if found is None:
+        return (parse_fault(text),)
+    first, last = int(found["first"]), int(found["last"])
+    if last < first:
+        raise PlanError(f"{text!r} is no fault: {last} comes before {first}")
+    return tuple(parse_fault(f"{found['kind']}:{n}{found['rest']}") for n in range(first, last + 1))
 
 
 def _value(text: str) -> OptionValue:

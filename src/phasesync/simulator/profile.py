@@ -3,9 +3,11 @@
 import math
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from phasesync.core.plan import Act, Plan
+from phasesync.core.protocol import Verb
 from phasesync.errors import PlanError
 
 __all__ = ("Profile", "Span", "fit", "profile_of")
@@ -70,21 +72,48 @@ def _span(value: Any) -> Span:
     return Span(float(value))
 
 
-def fit(lines: Iterable[Mapping[str, Any]], base: Profile | None = None) -> Profile:
-    """The profile that journal lines show: mean and spread of each phase that ended well."""
-    seen: dict[str, list[float]] = {}
+def fit(
+    lines: Iterable[Mapping[str, Any]], base: Profile | None = None, plan: Plan | None = None
+) -> Profile:
+    """The profile that journal lines show: mean and spread of each phase that ended well.
+
+    With a plan also GiB: where a phase acquires one resource alone, and free memory was written
+    down before and after, the resource is what went.
+    """
+    took: dict[str, list[float]] = {}
+    gib: dict[str, list[float]] = {}
+    free: dict[tuple[object, ...], int] = {}
+    alone = _alone(plan)
     for line in lines:
-        if line.get("event") == "phase.end" and isinstance(line.get("duration_s"), int | float):
-            seen.setdefault(str(line.get("phase")), []).append(float(line["duration_s"]))
+        ended = line.get("event") == "phase.end"
+        phase = str(line.get("phase"))
+        if ended and isinstance(line.get("duration_s"), int | float):
+            took.setdefault(phase, []).append(float(line["duration_s"]))
+        if isinstance(now := line.get("free_bytes"), int):
+            who = tuple(line.get(key) for key in ("role", "rank", "incarnation"))
+            went = free.get(who, now) - now
+            if ended and phase in alone and went > 0:
+                gib.setdefault(alone[phase], []).append(went / 2**30)
+            free[who] = now
     base = base or Profile()
-    phases = {**base.phases, **{name: _fitted(values) for name, values in seen.items()}}
-    return Profile(
-        phases=phases,
-        default=base.default,
-        fence_s=base.fence_s,
-        notice_s=base.notice_s,
-        gib=base.gib,
+    return replace(
+        base,
+        phases={**base.phases, **{name: _fitted(values) for name, values in took.items()}},
+        gib={**base.gib, **{name: sum(each) / len(each) for name, each in gib.items()}},
     )
+
+
+def _alone(plan: Plan | None) -> dict[str, str]:
+    """Phases that acquire one resource, and which."""
+    found: dict[str, str] = {}
+    for program in plan.programs if plan else ():
+        for step in program:
+            if isinstance(step, Act):
+                cells = [touch.cell for touch in step.touches if touch.verb is Verb.ACQUIRES]
+                names = {plan.cell_name(cell)[1] for cell in cells} if plan else set()
+                if len(names) == 1:
+                    found[step.phase] = str(names.pop())
+    return found
 
 
 def _fitted(values: list[float]) -> Span:

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phasesync.core.kernel import Event, Kind, System, initial, step
+from phasesync.core.kernel import Event, Faults, Kind, Status, System, enabled, initial, step
 from phasesync.core.model import Rank
 from phasesync.core.plan import Plan
 from phasesync.core.properties import Violation, violations
 from phasesync.errors import PlanError
 
-__all__ = ("events_of", "replay")
+__all__ = ("events_of", "replay", "stuck")
 
 
 def events_of(plan: Plan, path: Sequence[Mapping[str, Any]]) -> tuple[Event, ...]:
@@ -40,3 +40,12 @@ def replay(plan: Plan, events: Sequence[Event]) -> tuple[tuple[System, ...], tup
         broken += violations(plan, systems[-1], event, after)
         systems.append(after)
     return tuple(systems), tuple(broken)
+
+
+def stuck(plan: Plan, system: System, epochs: int) -> tuple[Rank, ...]:
+    """Who waits for ever, if nothing can happen any more, deadlines left aside."""
+    if any(True for _ in enabled(plan, system, Faults(), epochs)):
+        return ()
+    waiting = (Status.READY, Status.WAITING)
+    ranks = zip(plan.members, system.ranks, strict=True)
+    return tuple(member for member, state in ranks if state.status in waiting)

@@ -22,6 +22,7 @@ from phasesync.core.kernel import (
 )
 from phasesync.core.plan import Act, Plan, Wait, resolve
 from phasesync.core.protocol import Verb
+from phasesync.errors import PlanError
 from phasesync.simulator.faults import Fault
 from phasesync.simulator.profile import Profile
 
@@ -52,6 +53,7 @@ class Simulated:
     peak_phase: str = ""
     broken: list[str] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
 
     @property
@@ -74,6 +76,7 @@ class Simulated:
             "peak_phase": self.peak_phase,
             "broken": self.broken,
             "waiting": self.waiting,
+            "missed": self.missed,
         }
 
 
@@ -98,8 +101,34 @@ def simulate(
     epochs: int = 1,
     record: bool = False,
 ) -> Simulated:
-    """One run under one seed; the same seed is the same run."""
+    """One run under one seed; the same seed is the same run.
+
+    Raises:
+        PlanError: a fault names a rank or a place that the plan does not have.
+    """
+    for fault in faults:
+        _doubted(plan, fault)
     return _Run(plan, profile or Profile(), faults, seed, epochs, record).run()
+
+
+def _doubted(plan: Plan, fault: Fault) -> None:
+    if fault.rank is not None and fault.rank >= len(plan.members):
+        raise PlanError(f"{fault}: there is no rank {fault.rank}; there are {len(plan.members)}")
+    places = [*plan.protocol.steps, *plan.protocol.recover]
+    names = dict.fromkeys(str(step.name) for step in places)
+    if fault.place and fault.place not in names:
+        raise PlanError(f"{fault}: no phase or fence {fault.place!r}; it has: {', '.join(names)}")
+
+
+def _who_does(plan: Plan, place: str) -> str:
+    """The ranks that come to a phase or fence."""
+    ranks = [
+        str(plan.members[at])
+        for at, program in enumerate(plan.programs)
+        if any(place == (s.fence if isinstance(s, Wait) else s.phase) for s in program)
+    ]
+    more = ", ..." if len(ranks) > 4 else ""
+    return ", ".join(ranks[:4]) + more if ranks else "nobody, under these options"
 
 
 class _Run:
@@ -126,6 +155,7 @@ class _Run:
         self.queue: list[tuple[float, int, int, str]] = []
         self.count = 0
         self.turns: dict[tuple[int, str], int] = {}
+        self.struck: set[Fault] = set()
         self.dead: set[int] = set()
         self.stuck: set[int] = set()
         self.width = len(plan.protocol.resources)
@@ -235,7 +265,9 @@ class _Run:
 
     def _faults(self, rank: int, place: str) -> list[Fault]:
         turn = self.turns[rank, place] = self.turns.get((rank, place), 0) + 1
-        return [fault for fault in self.faults if fault.hits(rank, place, turn)]
+        hits = [fault for fault in self.faults if fault.hits(rank, place, turn)]
+        self.struck.update(hits)
+        return hits
 
     def _end(self, rank: int) -> None:
         state = self.states[rank]
@@ -306,13 +338,18 @@ class _Run:
             self._open(fence, wait)
 
     def _dropped(self, rank: int, fence: str) -> bool:
-        return any(
-            fault.kind == "drop"
-            and fault.rank in (None, rank)
-            and fault.place in ("", fence)
-            and not self.turns.get((rank, f"drop {fence}"), 0)
+        """Whether this arrival gets lost: the first of the rank at the fence does."""
+        if self.turns.get((rank, f"drop {fence}")):
+            return False
+        drops = [
+            fault
             for fault in self.faults
-        ) and not self.turns.update({(rank, f"drop {fence}"): 1})
+            if fault.kind == "drop" and fault.rank in (None, rank) and fault.place in ("", fence)
+        ]
+        self.struck.update(drops)
+        if drops:
+            self.turns[rank, f"drop {fence}"] = 1
+        return bool(drops)
 
     def _needed(self, state: RankState, wait: Wait) -> int:
         members = self.plan.scopes[wait.scope].members
@@ -393,6 +430,10 @@ class _Run:
             self.found.moments.append(Moment(self.now, rank, str(kind), name))
 
     def _finish(self) -> None:
+        for fault in self.faults:
+            if fault not in self.struck and fault.kind != "mixed":
+                does = f"; {fault.place} is done by {_who_does(self.plan, fault.place)}"
+                self.found.missed.append(f"{fault} never struck{does if fault.place else ''}")
         for rank, state in enumerate(self.states):
             if rank not in self.dead and state.status is Status.WAITING:
                 self.found.waiting.append(str(self.plan.members[rank]))
