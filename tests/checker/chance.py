@@ -29,7 +29,7 @@ ENGINE = ("weights", "kv")
 def protocol(chance: random.Random) -> Protocol:
     """One more protocol."""
     if chance.random() < 0.6:
-        return _moved(load(chance.choice(["basic", "colocated"])), chance)
+        return _moved(load(chance.choice(["basic", "colocated", "colocated_each"])), chance)
     return _fresh(chance)
 
 
@@ -113,6 +113,9 @@ def _phase(number: int, chance: random.Random) -> PhaseDecl:
     reach = chance.choice(["device", "replica"]) if led else "device"
     effect = Effect(chance.choice(verbs), ResourceName(chance.choice(names)), reach)
     more: tuple[Effect, ...] = ()
+    if not led and chance.random() < 0.25:
+        shared = chance.choice([Verb.USES, Verb.USES, Verb.FILLS, Verb.WRITES])
+        effect = Effect(shared, ResourceName(chance.choice(ENGINE + OWN)), "replica")
     if led and chance.random() < 0.3:
         more = (Effect(Verb.USES, ResourceName(chance.choice(OWN)), "replica"),)
     return PhaseDecl(

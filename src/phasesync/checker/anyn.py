@@ -6,7 +6,8 @@ ranks can do one thing that matters: arrive at shared fences, all of them, or fa
 is found broken is only a candidate: it counts once it has been found on explicit ranks too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from phasesync.checker.blocks import blocks, shape, siblings
 from phasesync.checker.search import NO_BUDGET, Budget, Found, search
@@ -17,7 +18,7 @@ from phasesync.core.plan import Plan, resolve
 from phasesync.core.protocol import ELSEWHERE, EVERYWHERE, Protocol
 from phasesync.errors import PlanError
 
-__all__ = ("Mutate", "closed", "counts", "tracked", "tracked_plan", "unclosed")
+__all__ = ("Closure", "Mutate", "closure", "counts", "sized", "tracked", "tracked_plan", "unclosed")
 
 Mutate = Callable[[Plan], Plan]
 #: Faults without end: the space counts none of them where others are untracked.
@@ -38,10 +39,27 @@ def sized(
 
 
 def unclosed(protocol: Protocol, options: Mapping[str, OptionValue], mutate: Mutate) -> str | None:
-    """Why the argument does not apply, or None if it does.
+    """Why the argument does not apply, or None if it does."""
+    found = closure(protocol, options, mutate)
+    return found if isinstance(found, str) else None
 
-    It is checked on plans of two and three: blocks of one shape, and within a block a leader and
-    members who may be swapped.
+
+class Closure(NamedTuple):
+    """What is tracked: the plan, of whose blocks one of each shape is, and for each of these the
+    scopes, as slots, in which there are more ranks than that."""
+
+    plan: Plan
+    blocks: tuple[tuple[int, frozenset[frozenset[int]]], ...]
+
+
+def closure(
+    protocol: Protocol, options: Mapping[str, OptionValue], mutate: Mutate
+) -> Closure | str:
+    """The smallest part of every plan that answers for all of it, or why there is none.
+
+    A group is tracked by its leader and one member of each sort; that further members are of a
+    sort that is tracked is read off plans with one and two more. A group whose size the protocol
+    fixes is tracked whole. All groups are alike.
     """
     if any(effect.reach == EVERYWHERE for phase in protocol.phases for effect in phase.effects):
         return "a phase reaches the devices of all ranks, so that no finite part is closed"
@@ -49,33 +67,74 @@ def unclosed(protocol: Protocol, options: Mapping[str, OptionValue], mutate: Mut
         return "a never speaks of other devices, so that no finite part is closed"
     if len(protocol.groups) > 1:
         return "ranks belong to more than one group, so that they are not interchangeable"
-    fixed = next((g.size for g in protocol.groups if isinstance(g.size, int)), None)
-    ranks = 6 if fixed is None else 3 * fixed
-    try:
-        plan = mutate(resolve(protocol, counts(protocol, ranks), sized(protocol, options, 3)))
-    except PlanError as error:
-        return str(error)
-    found = blocks(plan)
-    if protocol.groups and len({shape(plan, block.slots) for block in found}) > len(
-        protocol.active_roles
-    ):
-        return "groups of ranks differ from each other"
-    for block in found if fixed is None else ():
-        classes = siblings(plan, block.slots)
-        if len(set(classes[1:])) > 1:
-            return "members of a group are not interchangeable"
-    return None
+    sizes = [options[g.size] if isinstance(g.size, str) else g.size for g in protocol.groups]
+    size = sizes[0] if sizes else 1
+    assert isinstance(size, int)
+    fixed = size == 1 or any(isinstance(group.size, int) for group in protocol.groups)
+    reason = "members of a group are not interchangeable"
+    for members in (size,) if fixed else (2, 3):
+        try:
+            plan = mutate(_grouped(protocol, options, members, 1))
+            three = mutate(_grouped(protocol, options, members, 3))
+            more = (
+                []
+                if fixed
+                else [mutate(_grouped(protocol, options, members + n, 1)) for n in (1, 2)]
+            )
+        except PlanError as error:
+            return str(error)
+        sorts = len({shape(three, block.slots) for block in blocks(three)})
+        if protocol.groups and sorts > len(protocol.active_roles):
+            return "groups of ranks differ from each other"
+        if fixed or all(_of_a_sort(each, members) for each in more):
+            larger = plan if fixed else more[0]
+            return Closure(plan, tuple(_tracked(plan, larger, members)))
+    return reason
+
+
+def _grouped(
+    protocol: Protocol, options: Mapping[str, OptionValue], members: int, groups: int
+) -> Plan:
+    return resolve(protocol, counts(protocol, members * groups), sized(protocol, options, members))
+
+
+def _of_a_sort(plan: Plan, members: int) -> bool:
+    """Whether every member beyond so many is as one of those, the leader apart."""
+    for block in blocks(plan):
+        sorts = siblings(plan, block.slots, same_scopes=False)
+        if len(sorts) > members and not set(sorts[members:]) <= set(sorts[1:members]):
+            return False
+    return True
+
+
+def _tracked(
+    plan: Plan, larger: Plan, members: int
+) -> Iterator[tuple[int, frozenset[frozenset[int]]]]:
+    """One block of each shape, and its scopes that go on beyond the tracked members."""
+    seen: set[object] = set()
+    for at, (block, wide) in enumerate(zip(blocks(plan), blocks(larger), strict=False)):
+        kind = shape(plan, block.slots)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        slots = {slot.rank: number for number, slot in enumerate(wide.slots) if slot.rank >= 0}
+        scopes = (
+            frozenset(slots[member] for member in scope.members)
+            for number, scope in enumerate(larger.scopes)
+            if number != larger.world and slots.keys() >= set(scope.members)
+        )
+        here = frozenset(range(len(block.slots)))
+        yield at, frozenset(each & here for each in scopes if each & here and each - here)
 
 
 def tracked_plan(protocol: Protocol, options: Mapping[str, OptionValue]) -> Plan:
-    """The plan whose blocks are tracked: a group of one rank, of a leader and a member who stands
-    for all, or of as many as the protocol fixes; the other groups are the token."""
+    """The plan whose blocks are tracked, but for mistakes that are planted in it."""
     members = 1
     for group in protocol.groups:
         size = options[group.size] if isinstance(group.size, str) else group.size
         assert isinstance(size, int)
         members = size if isinstance(group.size, int) else min(size, 2)
-    return resolve(protocol, counts(protocol, members), sized(protocol, options, members))
+    return _grouped(protocol, options, members, 1)
 
 
 def tracked(
@@ -86,26 +145,21 @@ def tracked(
     mutate: Mutate,
     budget: Budget = NO_BUDGET,
 ) -> Found:
-    """What a search of all tracked parts finds."""
+    """What a search of all tracked parts finds.
+
+    Raises:
+        PlanError: there is no closure.
+    """
+    found = closure(protocol, options, mutate)
+    if isinstance(found, str):
+        raise PlanError(found)
     total = Found()
-    plan = mutate(tracked_plan(protocol, options))
-    fixed = any(isinstance(group.size, int) for group in protocol.groups)
-    seen: set[object] = set()
-    for at, block in enumerate(blocks(plan)):
-        kind = shape(plan, block.slots)
-        if kind in seen:
-            continue
-        seen.add(kind)
-        own = not fixed and len([slot for slot in block.slots if slot.rank >= 0]) > 1
-        space = Space(plan, _ALL, epochs, others=Others(world=True, own=own), only=at)
-        found = search(space, budget, deadlocks=False)
-        total.states += found.states
-        total.transitions += found.transitions
-        total.depth = max(total.depth, found.depth)
-        total.trail = total.trail or found.trail
-        total.bound = total.bound or found.bound
+    for at, own in found.blocks:
+        space = Space(found.plan, _ALL, epochs, others=Others(world=True, own=own), only=at)
+        each = search(space, budget, deadlocks=False)
+        total.states += each.states
+        total.transitions += each.transitions
+        total.depth = max(total.depth, each.depth)
+        total.trail = total.trail or each.trail
+        total.bound = total.bound or each.bound
     return total
-
-
-def closed(protocol: Protocol, options: Mapping[str, OptionValue], mutate: Mutate) -> bool:
-    return unclosed(protocol, options, mutate) is None

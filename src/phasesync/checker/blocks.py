@@ -163,20 +163,27 @@ class _Shaper:
         return frozenset(self.of_rank[rank] for rank in self.plan.scopes[scope].members)
 
 
-def siblings(plan: Plan, slots: tuple[Slot, ...]) -> tuple[int, ...]:
-    """A class a slot: slots of one class may be swapped and nothing changes."""
+def siblings(plan: Plan, slots: tuple[Slot, ...], *, same_scopes: bool = True) -> tuple[int, ...]:
+    """A class a slot: slots of one class may be swapped and nothing changes; with `same_scopes`
+    not even which fence is whose."""
     base = shape(plan, slots)
     classes: list[int] = []
     for at in range(len(slots)):
         classes.append(
-            next((rep for rep in sorted(set(classes)) if _swaps(plan, slots, base, rep, at)), at)
+            next(
+                (
+                    rep
+                    for rep in sorted(set(classes))
+                    if (not same_scopes or _together(plan, slots[rep].rank, slots[at].rank))
+                    and _swaps(plan, slots, base, rep, at)
+                ),
+                at,
+            )
         )
     return tuple(classes)
 
 
 def _swaps(plan: Plan, slots: tuple[Slot, ...], base: Shape, one: int, two: int) -> bool:
-    if not _together(plan, slots[one].rank, slots[two].rank):
-        return False
     swapped = list(slots)
     swapped[one], swapped[two] = swapped[two], swapped[one]
     return shape(plan, tuple(swapped)) == base

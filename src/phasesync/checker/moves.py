@@ -97,8 +97,8 @@ class Moves:
     """The moves of a block under `tables`.
 
     `symmetry` sorts siblings; `whole` skips the pause between one step of a rank and its next;
-    `others` says that each scope of the block has members who are not tracked: their arrival is
-    one move of its own, and so is their failure.
+    `others` are the scopes of the block, as slots, that have members who are not tracked: their
+    arrival is one move of its own, and so is their failure.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Moves:
         *,
         symmetry: bool,
         whole: bool,
-        others: bool = False,
+        others: frozenset[frozenset[int]] = frozenset(),
         endless: bool = False,
     ) -> None:
         self.tables = tables
@@ -188,8 +188,8 @@ class Moves:
         return found
 
     def open_ended(self, members: Collection[int]) -> bool:
-        """Whether a scope has members beside the tracked ones: where it spans the block."""
-        return self.others and len(members) == self.ranks
+        """Whether a scope has members beside the tracked ones."""
+        return bool(self.others) and frozenset(members) in self.others
 
     def alone(self, number: int, around: Around) -> tuple[Move, ...]:
         """The moves of one rank that may go first, whatever anybody else does; else none."""

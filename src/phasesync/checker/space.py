@@ -25,13 +25,14 @@ _ON_MEMORY = frozenset((Kind.START, Kind.END, Kind.FAIL, Kind.LAND, Kind.ABORT, 
 
 
 class Others(NamedTuple):
-    """Who else there is, beside the tracked ranks: in the world, in the block's own scopes.
+    """Who else there is, beside the tracked ranks: in the world, in scopes of the block's own, each
+    given by its tracked slots.
 
     Where there are any, faults are without end: each is one more rank's, or one more epoch's.
     """
 
     world: bool = False
-    own: bool = False
+    own: frozenset[frozenset[int]] = frozenset()
 
 
 NO_OTHERS = Others()

@@ -1,0 +1,126 @@
+"""Any N against explicit ranks, on protocols by chance and every mutation: `python -m
+tests.checker.soundness 1000 [FIRST]`.
+
+Of each protocol it asks three things: where any N holds, no number of ranks tried breaks a rule;
+what explicit ranks break, any N does not hold for; and how often any N says neither.
+"""
+
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from phasesync.checker.anyn import Mutate, counts, sized, tracked, unclosed
+from phasesync.checker.explicit import explore
+from phasesync.checker.mutants import Mutation, mutations
+from phasesync.checker.search import Budget
+from phasesync.core.kernel import Faults
+from phasesync.core.model import OptionValue
+from phasesync.core.options import assignments
+from phasesync.core.plan import Defect, resolve
+from phasesync.core.protocol import Protocol
+from phasesync.core.verdict import Undecided, Violated
+
+from . import chance
+
+__all__ = ("Answer", "ask", "same", "survey")
+
+#: Ranks, ranks a group, epochs, faults in one run: what is counted out beside any N.
+SIZES = ((2, 2, 2, 2), (3, 3, 1, 1), (4, 2, 1, 1), (4, 4, 1, 1), (5, 5, 1, 1), (2, 1, 2, 1))
+STATES_MAX = 30_000
+
+
+def same(plan):  # type: ignore[no-untyped-def]
+    """No mutation at all."""
+    return plan
+
+
+class Answer(NamedTuple):
+    """What any N said (`holds`, `broken`, `undecided`, or why it does not apply), the sizes that
+    break a rule, and how many were too large to count out."""
+
+    any_n: str
+    broken: tuple[tuple[int, ...], ...]
+    left_out: int
+
+
+def ask(protocol: Protocol, options: Mapping[str, OptionValue], mutate: Mutate) -> Answer:
+    """The same question to any N and to explicit ranks."""
+    reason = unclosed(protocol, options, mutate)
+    if reason is not None:
+        return Answer(reason, (), 0)
+    found = tracked(protocol, options, mutate=mutate, budget=Budget(states_max=STATES_MAX))
+    any_n = "broken" if found.trail else "undecided" if found.bound else "holds"
+    broken: list[tuple[int, ...]] = []
+    left_out = 0
+    alone = any(options.get(str(group.size)) == 1 for group in protocol.groups)
+    for ranks, size, epochs, most in SIZES:
+        if alone != (size == 1) or (any_n == "broken" and (broken or ranks > 4)):
+            continue
+        fitted = sized(protocol, options, size)
+        plan = mutate(resolve(protocol, counts(protocol, ranks), fitted))
+        verdict, _ = explore(
+            plan,
+            Faults(most=most, crash=True, fail=True),
+            epochs,
+            budget=Budget(states_max=STATES_MAX),
+            deadlocks=False,
+            shortest=False,
+        )
+        if isinstance(verdict, Violated):
+            broken.append((ranks, size, epochs, most))
+        left_out += isinstance(verdict, Undecided)
+    return Answer(any_n, tuple(broken), left_out)
+
+
+def _questions(
+    dice: random.Random,
+) -> Iterator[tuple[Protocol, Mapping[str, OptionValue], str, Mutate]]:
+    """A protocol by chance under options by chance: as it is, and with one mistake planted."""
+    protocol = chance.protocol(dice)
+    options = dice.choice(assignments(protocol))
+    yield protocol, options, "", same
+    planted: list[Mutation] = [
+        each
+        for each in mutations(protocol)
+        if each.name not in (Defect.NO_FLOOR.value, Defect.RESTARTS_EARLY.value)
+    ]
+    if planted:
+        mutation = dice.choice(planted)
+        yield protocol, options, mutation.name, mutation.mutate
+
+
+def survey(first: int, count: int) -> tuple[Counter[str], list[str]]:
+    """How often each answer came up, and every contradiction."""
+    tally: Counter[str] = Counter()
+    wrong: list[str] = []
+    for seed in range(first, first + count):
+        for protocol, options, name, mutate in _questions(random.Random(seed)):
+            any_n, broken, left_out = ask(protocol, options, mutate)
+            known = any_n in ("holds", "broken", "undecided")
+            tally[any_n if known else "does not apply"] += 1
+            tally["explicit broken"] += bool(broken)
+            tally["sizes left out"] += left_out
+            if any_n == "broken" and not broken:
+                tally["broken by the token alone"] += 1
+            if any_n == "holds" and broken:
+                wrong.append(f"seed {seed} {name or 'as it is'} {dict(options)}: {broken}")
+    return tally, wrong
+
+
+def main() -> int:
+    """Counts, then every contradiction; 1 if there is one."""
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    began = time.monotonic()
+    tally, wrong = survey(first, count)
+    print(f"{count} protocols from seed {first}, {time.monotonic() - began:.0f} s: {dict(tally)}")
+    for each in wrong:
+        print(f"any N holds, but {each}")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
