@@ -27,6 +27,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--html", type=_FILE, help="Write one page that opens offline.")
 @click.option("--perfetto", type=_FILE, help="Write a trace for ui.perfetto.dev.")
 @click.option("--strict", is_flag=True, help="Findings beside an ok verdict make it exit 3.")
+@click.option("--jobs", type=click.IntRange(1), help="Processes; left out, as many as pay.")
 @as_json_option
 def audit(
     paths: tuple[str, ...],
@@ -37,6 +38,7 @@ def audit(
     html: Path | None,
     perfetto: Path | None,
     strict: bool,
+    jobs: int | None,
     as_json: bool,
 ) -> int:
     """Audit journals and traces: run folders, files, or folders of them."""
@@ -50,6 +52,7 @@ def audit(
                 protocol=protocol,
                 vocabulary=renames,
                 progress=tell,
+                jobs=jobs,
             )
         found = _stats(logs) if stats else None
         if as_json:

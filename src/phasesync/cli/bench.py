@@ -129,3 +129,31 @@ def _counts(sizes: str | None, *, gpus: bool) -> list[int]:
     if not may or (sizes is not None and may != counts):
         raise click.UsageError(f"--gpus: one process a GPU, and there are {have} GPUs with NCCL")
     return may
+
+
+@bench.command()
+@click.option("--ranks", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--epochs", type=click.IntRange(1), default=100, show_default=True)
+@click.option("--jobs", type=click.IntRange(1), help="Processes; left out, one a core.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep the journals there, or audit those that are there.",
+)
+@as_json_option
+def audit(*, ranks: int, epochs: int, jobs: int | None, folder: Path | None, as_json: bool) -> None:
+    """Audits of journals, beside jq and DuckDB counting their lines."""
+    from phasesync.bench import audit as measured
+
+    rows = measured.bench_audit(
+        ranks,
+        epochs,
+        jobs=jobs,
+        folder=folder,
+        duckdb=duckdb,
+        say=lambda line: click.echo(line, err=True),
+    )
+    if as_json:
+        print_json([{**asdict(row), "lines_a_second": row.lines_a_second} for row in rows])
+    else:
+        click.echo(measured.table(rows))
