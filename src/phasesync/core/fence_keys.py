@@ -57,10 +57,12 @@ class Append(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add to a counter; the reply is its new value."""
+    """Add to a counter; the reply is its new value. The key `ahead` may be read next: as it is
+    after this, so that a store may be asked for both at once."""
 
     key: str
     amount: int
+    ahead: str = ""
 
 
 class Put(NamedTuple):

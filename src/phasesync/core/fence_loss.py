@@ -266,6 +266,7 @@ def sweeping(space: Space) -> Steps:
             yield Delete(space.beat(rank))
     for key in space.of_the_run:
         yield Delete(key)
+    yield Read(space.boot)  # The reply proves that all of them are gone.
 
 
 def _sweeping_scope(

@@ -29,9 +29,11 @@ from phasesync.core.fence_keys import (
 from phasesync.errors import StoreLost
 from phasesync.fences.jobs import Job, settle
 
-__all__ = ("DirectLine", "Way", "rehearsal")
+__all__ = ("MARK", "DirectLine", "Way", "rehearsal")
 
 CONNECT_S = 30.0
+#: An option that a store's own client does not set: by it our sockets are told from those.
+MARK = (socket.SO_KEEPALIVE, 1)
 _LENGTH = Struct("=Q")
 _NUMBER = Struct("=q")
 _MAGIC = Struct("=BI").pack(0, 0x3C85F7CE)
@@ -58,6 +60,8 @@ class _Reply(IntEnum):
     FLAG = 1
     NUMBER = 2
     VALUE = 3
+    BOTH = 4  # A number, then a value.
+    DROPPED = 5  # A number that nobody waits for.
 
 
 class Way(NamedTuple):
@@ -96,6 +100,11 @@ def _add(operation: Add, key: bytes) -> _Talk:
     return count
 
 
+def _add_and_get(operation: Add, key: bytes, ahead: bytes) -> _Talk:
+    requests = _ask(_Ask.ADD, key) + _NUMBER.pack(operation.amount) + _ask(_Ask.GET, ahead)
+    return (yield requests, _Reply.BOTH)
+
+
 def _get(_: Get, key: bytes) -> _Talk:
     value = yield _ask(_Ask.GET, key), _Reply.VALUE
     return value
@@ -123,7 +132,7 @@ def _compare_set(operation: CompareSet, key: bytes) -> _Talk:
 
 
 def _delete(_: Delete, key: bytes) -> _Talk:
-    yield _ask(_Ask.DELETE, key), _Reply.NUMBER
+    yield _ask(_Ask.DELETE, key), _Reply.DROPPED
 
 
 _TALKS: Mapping[type, Callable[[Any, bytes], _Talk]] = {
@@ -144,7 +153,9 @@ def rehearsal(key: str, nonce: bytes) -> Steps:
     other, count = f"{key}/other", f"{key}/count"
     if (yield Wait(key)) != nonce or (yield Get(key)) != nonce or (yield Read(key)) != nonce:
         return False
-    if (yield Read(count)) is not None or (yield Add(count, 2)) != 2 or (yield Add(count, 1)) != 3:
+    if (yield Read(count)) is not None or (yield Add(count, 2)) != 2:
+        return False
+    if (yield Add(count, 1, key)) != 3 or (yield Get(key)) != nonce:
         return False
     yield Delete(count)
     if (yield Read(count)) is not None:
@@ -169,8 +180,12 @@ class DirectLine(asyncio.Protocol):
         self._reply = _Reply.NONE
         self._unsent = bytearray(_MAGIC)
         self._unread = bytearray()
+        self._dropped = 0  # Replies that nobody waits for, before the one that is waited for.
+        self._ahead_key = ""
+        self._ahead: tuple[str, bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._stopping = False
+        self._why = ""
         self.ended = asyncio.Event()
         self._connecting = asyncio.get_running_loop().create_task(self._connect(), name=name)
 
@@ -181,7 +196,9 @@ class DirectLine(asyncio.Protocol):
     def give(self, job: Job) -> None:
         """Perform a job; the line must be free."""
         self._job = job
-        if self._transport is not None:
+        if self.ended.is_set():
+            self._over(self._why)
+        elif self._transport is not None:
             self._go(None)
 
     def stop(self) -> None:
@@ -193,17 +210,25 @@ class DirectLine(asyncio.Protocol):
             self._connecting.add_done_callback(lambda _: self._over("it was not connected yet"))
 
     async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        family = socket.AF_INET6 if ":" in self._way.host else socket.AF_INET
+        end = socket.socket(family, socket.SOCK_STREAM)
+        end.setblocking(False)
+        end.setsockopt(socket.SOL_SOCKET, *MARK)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             async with asyncio.timeout(CONNECT_S):
-                loop = asyncio.get_running_loop()
-                await loop.create_connection(lambda: self, self._way.host, self._way.port)
+                await loop.sock_connect(end, (self._way.host, self._way.port))
+            await loop.create_connection(lambda: self, sock=end)
         except (OSError, TimeoutError) as error:
+            end.close()
             self._over(f"{type(error).__name__}: {error}")
+        except asyncio.CancelledError:
+            end.close()
+            raise
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        end = transport.get_extra_info("socket")
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._transport = transport
         if self._job is not None:
             self._go(None)
@@ -212,10 +237,9 @@ class DirectLine(asyncio.Protocol):
         self._over(str(error or "the store closed the connection"))
 
     def _over(self, why: str) -> None:
-        if self._stopping:
-            why = "the transport was closed"
+        self._why = "the transport was closed" if self._stopping else why
         self.ended.set()
-        self._end(None, StoreLost(f"the store does not answer: {why}"))
+        self._end(None, StoreLost(f"the store does not answer: {self._why}"))
 
     def data_received(self, data: bytes) -> None:
         self._unread += data
@@ -227,7 +251,13 @@ class DirectLine(asyncio.Protocol):
 
     def _take(self) -> tuple[Any] | None:
         """The reply that is waited for, once it has come in full."""
-        unread, size = self._unread, len(self._unread)
+        unread = self._unread
+        if self._dropped:
+            if len(unread) < self._dropped * _NUMBER.size:
+                return None
+            del unread[: self._dropped * _NUMBER.size]
+            self._dropped = 0
+        size = len(unread)
         match self._reply:
             case _Reply.FLAG if size:
                 value: Any = unread[0]
@@ -241,6 +271,13 @@ class DirectLine(asyncio.Protocol):
                     return None
                 value = bytes(unread[_LENGTH.size : end])
                 del unread[:end]
+            case _Reply.BOTH if size >= _NUMBER.size + _LENGTH.size:
+                end = _NUMBER.size + _LENGTH.size + _LENGTH.unpack_from(unread, _NUMBER.size)[0]
+                if size < end:
+                    return None
+                ahead = bytes(unread[_NUMBER.size + _LENGTH.size : end])
+                value = (_NUMBER.unpack_from(unread)[0], ahead)
+                del unread[:end]
             case _:
                 return None
         return (value,)
@@ -252,7 +289,9 @@ class DirectLine(asyncio.Protocol):
             while True:
                 request, self._reply = self._next(self._job, reply)
                 self._unsent += request
-                if self._reply is not _Reply.NONE:
+                if self._reply is _Reply.DROPPED:
+                    self._dropped += 1
+                elif self._reply is not _Reply.NONE:
                     self._flush()
                     return
                 reply = None
@@ -271,12 +310,28 @@ class DirectLine(asyncio.Protocol):
                 return self._talk.send(reply)
             except StopIteration as over:
                 self._talk, reply = None, over.value
-        while isinstance(operation := job.steps.send(reply), Tell):
-            settle(job.future, operation.result, None)
-            reply = None
-        key = _text(self._prefix + operation.key.encode())
-        self._talk = _TALKS[type(operation)](operation, key)
+            if type(reply) is tuple:
+                reply, self._ahead = reply[0], (self._ahead_key, reply[1])
+        while True:
+            operation = job.steps.send(reply)
+            if isinstance(operation, Tell):
+                settle(job.future, operation.result, None)
+                reply = None
+            elif self._ahead is not None and operation == Get(self._ahead[0]):
+                reply, self._ahead = self._ahead[1], None
+            else:
+                break
+        self._ahead = None
+        key = self._key(operation.key)
+        if isinstance(operation, Add) and operation.ahead:
+            self._ahead_key = operation.ahead
+            self._talk = _add_and_get(operation, key, self._key(operation.ahead))
+        else:
+            self._talk = _TALKS[type(operation)](operation, key)
         return next(self._talk)
+
+    def _key(self, key: str) -> bytes:
+        return _text(self._prefix + key.encode())
 
     def _flush(self) -> None:
         if self._unsent and self._transport is not None:

@@ -34,7 +34,7 @@ from phasesync.core.fence_keys import (
 )
 from phasesync.core.model import FenceKey
 from phasesync.errors import StoreLost
-from phasesync.fences.direct import DirectLine, Way, rehearsal
+from phasesync.fences.direct import MARK, DirectLine, Way, rehearsal
 from phasesync.fences.driver import in_thread
 from phasesync.fences.jobs import Job, settle
 
@@ -203,7 +203,8 @@ def _sockets_to(port: int | None) -> dict[Any, socket.socket]:
 
 def _goes_to(end: socket.socket, port: int) -> bool:
     try:
-        return end.family in INTERNET and end.getpeername()[1] == port
+        is_ours = end.family in INTERNET and end.getsockopt(socket.SOL_SOCKET, MARK[0]) == MARK[1]
+        return end.family in INTERNET and end.getpeername()[1] == port and not is_ours
     except OSError:
         return False
 
