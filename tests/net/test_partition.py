@@ -72,7 +72,8 @@ def test_a_partition_is_known_on_both_sides_and_nobody_passes(link: Cable, trans
             assert (report.cause and report.cause.missing) == (rank_of(3),)
         for report in reports[2:]:
             assert report.records[1].kind == "lost", report.records
-            assert report.records[1].waited_s < 3.0 + 1.0 + 0.5 + _lag_s(report)
+            waited_s = report.records[1].waited_s - report.life.late_s
+            assert waited_s < 3.0 + 1.0 + 0.5 + _lag_s(report)
 
 
 def test_a_host_that_is_silent_is_unavailable_and_not_dead(link: Cable) -> None:

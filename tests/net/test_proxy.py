@@ -29,10 +29,18 @@ def port_of(host: tuple[str, Host]) -> int:
     return there.port if transport == "store" else int(there.address[1])
 
 
-def played(host: tuple[str, Host], does: str, *, late_s: float, then: str = "") -> list[Report]:
+@pytest.fixture
+def stamps() -> Iterator[str]:
+    with board() as name:
+        yield name
+
+
+def played(
+    host: tuple[str, Host], stamps: str, does: str, *, late_s: float, then: str = ""
+) -> list[Report]:
     """The victim waits at a fence behind the proxy, which then `does` something."""
     transport, _ = host
-    with board() as name, Proxy(("127.0.0.1", port_of(host))) as proxy:
+    with Proxy(("127.0.0.1", port_of(host))) as proxy:
         at = {"store": port_of(host), "tcp": ("127.0.0.1", port_of(host))}
         behind = {"store": proxy.port, "tcp": ("127.0.0.1", proxy.port)}
         life = Life(
@@ -41,7 +49,7 @@ def played(host: tuple[str, Host], does: str, *, late_s: float, then: str = "") 
             run=secrets.token_hex(4),
             transport=transport,
             address=at[transport],
-            board=name,
+            board=stamps,
             deadline_s=DEADLINE_S,
         )
         lives = [replace(life, number=n) for n in range(SIZE)]
@@ -72,18 +80,18 @@ ACTS = {
 }
 
 
-def test_a_stall_that_ends_in_time_does_no_harm(host: tuple[str, Host]) -> None:
-    reports = played(host, "stall", late_s=0.2, then="flow")
+def test_a_stall_that_ends_in_time_does_no_harm(host: tuple[str, Host], stamps: str) -> None:
+    reports = played(host, stamps, "stall", late_s=0.2, then="flow")
     assert broken_promises(reports) == []
     assert all(len(report.records) == 3 for report in reports)
 
 
 @pytest.mark.parametrize("does", ["stall", "reset", "half-open"])
 def test_a_connection_that_is_gone_stops_its_rank_alone_and_is_named(
-    host: tuple[str, Host], does: str
+    host: tuple[str, Host], stamps: str, does: str
 ) -> None:
     """The last rank comes after it: the fence may open for those who can hear so."""
-    reports = played(host, does, late_s=0.5)
+    reports = played(host, stamps, does, late_s=0.5)
     assert broken_promises(_without_victim(reports), culprits=[VICTIM]) == []
     victim = reports[VICTIM]
     assert victim.last.kind == "lost", victim.records

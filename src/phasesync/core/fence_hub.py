@@ -145,6 +145,15 @@ class Hub:
             for instance in list(instances.values()):
                 instance.judge(self._lost, None)
 
+    def awaited(self, came: set[Rank]) -> bool:
+        """Whether a member of some fence has never been here, and is not known to be lost."""
+        known = came | {gone.rank for gone in self._lost}
+        return any(
+            not known.issuperset(instance.call.members)
+            for instances in self._scopes.values()
+            for instance in instances.values()
+        )
+
     def come_back(self, rank: Rank, incarnation: int) -> None:
         """A later incarnation of a lost rank is no longer lost."""
         self._lost = [

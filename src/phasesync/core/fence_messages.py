@@ -44,6 +44,7 @@ __all__ = (
     "greeting",
     "members_hash",
     "verdict_bytes",
+    "version_of",
 )
 
 MAGIC = b"phasesync-1\n"
@@ -60,6 +61,13 @@ class FrameTooLong(Exception):
 def greeting(token: str) -> bytes:
     """The first bytes of a connection, always as many, whatever the token."""
     return MAGIC + hashlib.sha256(token.encode()).digest()
+
+
+def version_of(said: bytes) -> str | None:
+    """The version in the first bytes of a connection, if they are a greeting of any version."""
+    name, end, _ = said.partition(b"\n")
+    known = MAGIC.partition(b"-")[0]
+    return name.decode("ascii", "replace") if end and name.startswith(known + b"-") else None
 
 
 def frame(*parts: bytes) -> bytes:

@@ -8,8 +8,10 @@ interface unless told otherwise; the token keeps strangers out, but nothing is e
 import asyncio
 import hmac
 import logging
+import os
 import secrets
 import socket
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -41,6 +43,7 @@ from phasesync.core.fence_messages import (
     greeting,
     members_hash,
     verdict_bytes,
+    version_of,
 )
 from phasesync.core.model import (
     Arrival,
@@ -67,7 +70,18 @@ UNSENT_BYTES_MAX = 2 * ANSWER_BYTES_MAX  # Who does not read is cut.
 CLOSED = ("dead", "its connection closed")
 SILENT = ("unavailable", "its host no longer answers")
 ASK_AGAIN_S = 1.0  # Breaks that come together ask once what the others do.
-KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
+# A host that has been silent for 5 s is given up, also where it owes an answer to what was sent:
+# then the kernel asks for no sign of life, and would send it again for a quarter of an hour.
+KEEPALIVE = (
+    ("TCP_KEEPIDLE", 2),
+    ("TCP_KEEPINTVL", 1),
+    ("TCP_KEEPCNT", 3),
+    ("TCP_USER_TIMEOUT", 5000),
+)
+REFUSED_MAX = 1000  # Of so many hosts it is remembered that they were refused.
+
+# What comes of a request that is none, or of another version.
+NO_REQUESTS = (wire.JsonError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +112,7 @@ class TcpCoordinator:
         self._hubs: dict[tuple[str, int], Hub] = {}
         self._lists: dict[tuple[str, int], tuple[Rank, ...]] = {}
         self._refused: set[str] = set()
+        self._came: dict[tuple[str, int], set[Rank]] = {}
         self._beats: dict[tuple[str, int], dict[Rank, _Heard]] = {}
         self._asked_at: dict[tuple[str, int], float] = {}
 
@@ -148,7 +163,10 @@ class TcpCoordinator:
             return
         mates = [other for other in self._peers if other.run == peer.run]
         if not mates:
-            self._hubs.pop(peer.run, None)
+            # Somebody who has not come yet will want to know what the others have decided.
+            if not self.hub(*peer.run).awaited(self._came.get(peer.run, set())):
+                self._hubs.pop(peer.run, None)
+                self._came.pop(peer.run, None)
             self._beats.pop(peer.run, None)
         elif peer.rank is not None and not peer.said_goodbye:
             same = (peer.rank, peer.incarnation)
@@ -157,6 +175,10 @@ class TcpCoordinator:
                 cause = RootCause(kind=kind, ranks=(peer.rank,), error=why)
                 lost = Lost(rank=peer.rank, incarnation=peer.incarnation, cause=cause)
                 self.hub(*peer.run).lose(lost)
+
+    def came(self, run: tuple[str, int], rank: Rank) -> None:
+        """A rank of a run is here."""
+        self._came.setdefault(run, set()).add(rank)
 
     def beat(self, peer: "_Peer", rank: Rank, beat: Beat) -> None:
         """A rank has given a sign of life."""
@@ -194,6 +216,8 @@ class TcpCoordinator:
     def refuse(self, who: str, why: str) -> None:
         """Say it once for each host: a port scan must not fill the log."""
         if who not in self._refused:
+            if len(self._refused) >= REFUSED_MAX:
+                self._refused.clear()
             self._refused.add(who)
             log.warning("refused a connection from %s: %s", who, why)
 
@@ -217,6 +241,7 @@ class _Peer(asyncio.Protocol):
         self._coordinator = coordinator
         self._unknown = bytearray()
         self._is_known = False
+        self._is_cut = False
         self._framer = Framer(REQUEST_BYTES_MAX)
         self._members: dict[str, tuple[Rank, ...]] = {}
         self._waits: dict[int, Callable[[], None]] = {}
@@ -232,6 +257,8 @@ class _Peer(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._greeting_timer.cancel()
+        if not (self._is_known or self._is_cut):
+            self._refuse("it left before it had greeted")
         for stop in list(self._waits.values()):
             stop()
         self._waits.clear()
@@ -246,10 +273,11 @@ class _Peer(asyncio.Protocol):
                 REQUESTS[what](self, *said)
         except FrameTooLong as error:
             self._refuse(str(error))
-        except (wire.JsonError, LookupError, TypeError, ValueError) as error:
+        except NO_REQUESTS as error:
             self._refuse(f"no request: {type(error).__name__}: {error}")
 
     def cut(self) -> None:
+        self._is_cut = True
         self._transport.abort()
 
     def _greeted(self, data: bytes) -> bytes:
@@ -259,13 +287,19 @@ class _Peer(asyncio.Protocol):
             return b""
         said = bytes(self._unknown[:GREETING_BYTES])
         if not hmac.compare_digest(said, self._coordinator.greeting):
-            self._refuse("it does not know the token of this run")
+            self._refuse(self._why_not(said))
             return b""
         self._is_known = True
         self._greeting_timer.cancel()
         rest = bytes(self._unknown[GREETING_BYTES:])
         self._unknown.clear()
         return rest
+
+    def _why_not(self, said: bytes) -> str:
+        ours, other = version_of(self._coordinator.greeting), version_of(said)
+        if other in (None, ours):
+            return "it does not know the token of this run"
+        return f"it greets as {other}, and this is {ours}: install one phasesync everywhere"
 
     def _refuse(self, why: str) -> None:
         peer = self._transport.get_extra_info("peername") or ("an unknown host",)
@@ -296,6 +330,7 @@ class _Peer(asyncio.Protocol):
             self.rank = Rank(RoleName(str(rank[0])), int(rank[1]))
             self.incarnation = int(incarnation)
             self._hub().come_back(self.rank, self.incarnation)
+            self._coordinator.came(self.run, self.rank)
         self._done(request, self._coordinator.boot)
 
     def members(self, digest: str, ranks: Sequence[Any]) -> None:
@@ -502,6 +537,7 @@ class TcpFences(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._lost: StoreLost | None = StoreLost("connect() was not called")
         self._gone = asyncio.Event()
+        self._pid = os.getpid()
 
     @classmethod
     def observer(
@@ -521,6 +557,7 @@ class TcpFences(asyncio.Protocol):
             self._lost = StoreLost(f"no coordinator at {host}:{port}: {error}")
             raise self._lost from error
         assert self._transport is not None
+        _CONNECTED.add(self)
         self._transport.write(self._greeting)
         me = self.rank and list(self.rank)
         self.boot = (await self._ask("hello", me, self._incarnation, *self._run)).said
@@ -540,7 +577,8 @@ class TcpFences(asyncio.Protocol):
         host, port = self._address
         self._give_up(
             f"the coordinator at {host}:{port} closed the connection ({error or 'no error'}); "
-            "it ended, or refused this rank: compare the run's token on both sides"
+            "it ended, or refused this rank: compare the run's token on both sides, and the "
+            "versions of phasesync"
         )
         self._gone.set()
 
@@ -635,7 +673,21 @@ class TcpFences(asyncio.Protocol):
             self._sent_members[call.members] = digest
         return call_to_json(call, digest)
 
+    def leave_to_parent(self) -> None:
+        """In a fork: let go of the connection, which would outlive the rank here. Its number stays
+        taken, so that whoever closes it closes nothing else."""
+        end = self._transport.get_extra_info("socket") if self._transport is not None else None
+        if end is not None and end.fileno() >= 0:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, end.fileno())
+            os.close(nothing)
+
     def _write(self, *request: Any) -> None:
+        if os.getpid() != self._pid:
+            raise PlanError(
+                f"the fences of {self.rank} were made in process {self._pid}, and this is process "
+                f"{os.getpid()}: a fork cannot speak for its parent; make them after it"
+            )
         if self._lost is not None:
             raise self._lost
         assert self._transport is not None
@@ -674,6 +726,18 @@ class TcpFences(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
         return self._lost
+
+
+_CONNECTED: "weakref.WeakSet[TcpFences]" = weakref.WeakSet()
+
+
+def _in_fork() -> None:
+    for fences in list(_CONNECTED):
+        fences.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_fork)
 
 
 class _Guard:

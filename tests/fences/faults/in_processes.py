@@ -42,7 +42,7 @@ class Fault:
 
 
 def _point(rng: random.Random) -> dict[str, Any]:
-    return {"point": rng.randrange(18), "late_s": rng.choice((0.0, 0.05))}
+    return {"point": rng.randrange(40), "late_s": rng.choice((0.0, 0.05))}
 
 
 def _moment(rng: random.Random) -> dict[str, Any]:

@@ -457,9 +457,13 @@ ACTS: Mapping[str, Callable[[Life, Any, FenceCall], Awaitable[Any]]] = {
 
 
 def _store_points(operation: Callable[[], None]) -> None:
+    """Each operation, and each time that bytes go or come where a line has no thread."""
+    from phasesync.fences.direct import DirectLine
     from phasesync.fences.lines import Client
 
     _before(Client, "perform", operation)
+    for name in ("_next", "_flush", "data_received"):
+        _before(DirectLine, name, operation)
 
 
 def _tcp_points(operation: Callable[[], None]) -> None:
