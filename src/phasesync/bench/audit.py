@@ -55,7 +55,7 @@ def bench_audit(
     """Make the journals of a run and audit them with one and with `jobs` processes.
 
     `folder` keeps the journals, and has them where an earlier run made them. jq and DuckDB count
-    the same lines where they are installed; `duckdb` is a Python that has it, else this one is asked.
+    the same lines where they are installed; `duckdb` is a Python that has it, else this one.
 
     Raises:
         InputError: the audit of the journals did not end well.
@@ -101,14 +101,15 @@ def _readers(
 
 def _measured(name: str, command: Sequence[str], lines: int) -> Row:
     began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    said = process.stderr.read().decode(errors="replace")
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    took = time.perf_counter() - began
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        took = time.perf_counter() - began
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip()
     if process.returncode != 0:
-        raise InputError(f"{name}: ended with {process.returncode}: {said.strip()[-300:]}")
+        raise InputError(f"{name}: ended with {process.returncode}: {said[-300:]}")
     return Row(name=name, lines=lines, seconds=took, memory_mb=used.ru_maxrss / 1024)
 
 

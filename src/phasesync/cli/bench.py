@@ -140,8 +140,17 @@ def _counts(sizes: str | None, *, gpus: bool) -> list[int]:
     type=click.Path(path_type=Path, file_okay=False),
     help="Keep the journals there, or audit those that are there.",
 )
+@click.option("--duckdb", metavar="PYTHON", help="A Python that has DuckDB, where this has none.")
 @as_json_option
-def audit(*, ranks: int, epochs: int, jobs: int | None, folder: Path | None, as_json: bool) -> None:
+def audit(
+    *,
+    ranks: int,
+    epochs: int,
+    jobs: int | None,
+    folder: Path | None,
+    duckdb: str | None,
+    as_json: bool,
+) -> None:
     """Audits of journals, beside jq and DuckDB counting their lines."""
     from phasesync.bench import audit as measured
 
