@@ -103,6 +103,8 @@ class Tally:
         self.names[name] = None
         shape = (self._program[name], gist.shape)
         if shape not in self._shapes:
+            # Where the caller does the rest, it is told after the epoch's end, line by line.
+            self._is_odd |= _done(gist.shape) != self._program[name]
             self.unknown.setdefault(shape, name)
         fences, incarnation = self._fences, gist.incarnation
         for key, seq, free in gist.arrived:
@@ -129,6 +131,10 @@ class Tally:
             left = self._joined[key] = self._joined.get(key, members) - 1
             if not left:
                 del self._joined[key]
+
+
+def _done(shape: Shape) -> _Program:
+    return tuple(str(row[1]) for row in shape if row[0] in ("phase.end", "fence.pass"))
 
 
 class _Fence:
