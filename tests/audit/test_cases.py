@@ -14,6 +14,7 @@ from tests.audit.variants import (
     audit_lines,
     cloned,
     expected,
+    innocents,
     read,
     relabelled,
     renamed,
@@ -88,20 +89,6 @@ def test_phases_renamed_through_a_mapping(name: str) -> None:
     coined = {phase: f"Zq{index}x" for index, phase in enumerate(phases)}
     back = {coined[phase]: phase for phase in phases}
     check(renamed(trace, coined.__getitem__), KEY[name], vocabulary=back)
-
-
-def innocents(trace: Trace, want: Want) -> list[int]:
-    """Ranks that act in `trace`, are not guilty, and do not act for others' devices."""
-    guilty = {rank for each in want["accept"] for group in each["guilty"] for rank in group}
-    acting = {event["rank"] for event in trace[1:]}
-    leaders = {
-        event["rank"] for event in trace[1:] if len(event.get("attrs", {}).get("gpus", ())) > 1
-    }
-    return [
-        rank
-        for rank in trace[0]["ranks"]
-        if rank in acting and rank not in guilty | leaders and rank < 100
-    ]
 
 
 @pytest.mark.parametrize("more", [1, 3])

@@ -20,6 +20,7 @@ __all__ = (
     "audit_lines",
     "cloned",
     "expected",
+    "innocents",
     "ranks_of",
     "read",
     "relabelled",
@@ -235,12 +236,17 @@ def cloned(trace: Trace, rank: int, new: int) -> Trace:
         head["roles"][str(new)] = head["roles"][str(rank)]
     if "memory" in head:
         initial = head["memory"]["initial_gib"]
-        initial[str(new)] = initial[str(rank)]
+        if str(rank) in initial:
+            initial[str(new)] = initial[str(rank)]
     for event in trace[1:]:
         mine = copy.deepcopy(event)
         attrs = mine.get("attrs", {})
-        for name in ("members", "handles", "gpus"):
-            if rank in attrs.get(name, ()) and (name != "gpus" or mine["rank"] != rank):
+        for name in ("members", "handles", "gpus", "targets", "target"):
+            if (
+                isinstance(attrs.get(name), list)
+                and rank in attrs[name]
+                and (name != "gpus" or mine["rank"] != rank)
+            ):
                 attrs[name] = [*attrs[name], new]
         deltas = attrs.get("delta_gib")
         if isinstance(deltas, dict) and mine["rank"] != rank and str(rank) in deltas:
@@ -255,3 +261,23 @@ def cloned(trace: Trace, rank: int, new: int) -> Trace:
                     twin["attrs"][name] = attrs[name]
             fresh.append(twin)
     return fresh
+
+
+def innocents(trace: Trace, want: dict[str, Any]) -> list[int]:
+    """Ranks that act in `trace`, are not guilty, and do not act for others' devices."""
+    guilty = {rank for each in want["accept"] for group in each["guilty"] for rank in group}
+    acting = {event["rank"] for event in trace[1:]}
+    leaders = {
+        event["rank"] for event in trace[1:] if len(event.get("attrs", {}).get("gpus", ())) > 1
+    }
+    elsewhere = {
+        event["rank"]
+        for event in trace[1:]
+        for name in ("device", "gpus")
+        if event.get("attrs", {}).get(name) not in (None, event["rank"], [event["rank"]])
+    }
+    return [
+        rank
+        for rank in trace[0]["ranks"]
+        if rank in acting and rank not in guilty | leaders | elsewhere and rank < 100
+    ]

@@ -33,6 +33,7 @@ WAITING: Final = frozenset(
         "receive",
         "wait",
         "init_group",
+        "destroy_group",
         "publish",
         "lock",
         "drain",

@@ -28,7 +28,7 @@ STEPS: Final = frozenset({"fence", "collective", "send", "receive"})
 
 _NAMED: Final = 16
 _PAIRED: Final = frozenset({"send", "receive", "publish", "wait"})
-_TOGETHER: Final = frozenset({"fence", "collective", "init_group"})
+_TOGETHER: Final = frozenset({"fence", "collective", "init_group", "destroy_group"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from phasesync.audit.waits import STEPS, Meet, Waits, strongly_connected, waiter
 
 __all__ = ("ctrlplane", "nocycle")
 
+_RINGS: Final = STEPS | {"init_group", "destroy_group", "lock"}
 _PAYLOAD: Final = frozenset({"send", "receive", "collective", "write"})
 
 
@@ -25,7 +26,7 @@ def nocycle(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
     found += _locks(waits, seen, explained)
     if found:
         return found
-    live = [meet for meet in waits.meets if meet.action in STEPS | {"init_group", "lock"}]
+    live = [meet for meet in waits.meets if meet.action in _RINGS]
     edges: dict[Name, set[Name]] = {}
     at: dict[Name, list[Meet]] = {}
     for meet in live:

@@ -1,12 +1,13 @@
 """Two sides that wait for each other's other step: R-HANDSHAKE."""
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 from phasesync.audit.answer import MISSING, Finding
 from phasesync.audit.events import Event, Name
 from phasesync.audit.facts import Facts, RankFacts
 from phasesync.audit.rules.seen import Seen
-from phasesync.audit.waits import Waits, version_of
+from phasesync.audit.waits import Waits, named, version_of, waiters
 
 __all__ = ("handshake",)
 
@@ -55,7 +56,9 @@ def handshake(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             )
             return found
     for meet in waits.meets:
-        if meet.action not in ("send", "receive", "publish", "wait") or len(meet.ranks) != 1:
+        if meet.action not in ("send", "receive", "publish", "wait"):
+            continue
+        if len(meet.ranks) > 1 and not _one_side(meet.ranks, facts):
             continue
         if any(wait.event.at in explained for wait in meet.waits) or not meet.absent:
             continue
@@ -76,9 +79,8 @@ def handshake(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             Finding.on(
                 "R-HANDSHAKE",
                 meet.first,
-                f"rank {meet.ranks[0]} waits in {meet.phase}, and "
-                f"{', '.join(map(str, lazy))} never "
-                "entered its side of it",
+                f"{waiters(meet.ranks)} in {meet.phase}, and {named(lazy)} never entered the other "
+                "side of it",
                 *([last] if last is not None else []),
                 strength=MISSING,
                 guilty=tuple(lazy),
@@ -86,6 +88,12 @@ def handshake(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             )
         )
     return found
+
+
+def _one_side(ranks: Iterable[Name], facts: Facts) -> bool:
+    """Whether all that wait are of one role: several senders are one side."""
+    kinds = {facts.header.kind(rank) for rank in ranks}
+    return len(kinds) == 1 and "" not in kinds
 
 
 def _only_serves(rank: RankFacts) -> bool:
