@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ("fault", "sim_world")
 
 _MARKER = "phasesync(seed=0, faults=[]): seed and faults of the sim_world fixture in this test"
+_SETTINGS = frozenset(("blocking_s", "faults", "role", "seed", "spread"))
 _HEAD = b"phasesync:"
 
 
@@ -29,7 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--phasesync-seed", type=int, default=None, help="seed of every simulated world"
     )
     group.addoption(
-        "--phasesync-time-limit", type=float, default=10.0, help="seconds a protocol check may take"
+        "--phasesync-time-limit",
+        type=float,
+        default=10.0,
+        help="seconds a protocol check may take, and each mutation of it",
     )
 
 
@@ -44,6 +48,8 @@ def sim_world(request: pytest.FixtureRequest, tmp_path: Path) -> "Callable[..., 
 
     marker = request.node.get_closest_marker("phasesync")
     given: dict[str, Any] = dict(marker.kwargs) if marker else {}
+    if odd := [*given.keys() - _SETTINGS, *(marker.args if marker else ())]:
+        pytest.fail(f"marker phasesync has no {odd[0]!r}; it has: {', '.join(sorted(_SETTINGS))}")
     if (seed := request.config.getoption("--phasesync-seed")) is not None:
         given["seed"] = seed
 
@@ -111,19 +117,23 @@ class ProtocolItem(pytest.Item):
 
         from phasesync.checker import Settings, check
         from phasesync.checker.mutants import survey
+        from phasesync.checker.search import Budget
         from phasesync.core.verdict import Holds
         from phasesync.report.check_text import report_lines, survey_lines
         from phasesync.spec import load
 
         protocol = load(self.path)
+        limit = self.config.getoption("--phasesync-time-limit")
         if self.name == "holds":
-            limit = self.config.getoption("--phasesync-time-limit")
             report = check(protocol, settings=Settings(time_limit_s=limit, now=time.monotonic))
             if not isinstance(report.verdict, Holds):
                 raise ProtocolFailed("\n".join(report_lines(report)))
             return
-        found = survey(protocol)
-        if any(not mutant.may_survive for mutant in found.survivors):
+        found = survey(
+            protocol,
+            budget=lambda: Budget(now=time.monotonic, until_s=time.monotonic() + limit),
+        )
+        if found.undecided or any(not mutant.may_survive for mutant in found.survivors):
             raise ProtocolFailed("\n".join(survey_lines(found)))
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> Any:

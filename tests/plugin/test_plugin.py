@@ -43,6 +43,11 @@ def test_ranks(sim_world, fault):
     sim_world(2, faults=[fault("crash:1@offload")]).run(main, allow=(FenceBroken,))
 
 
+@pytest.mark.phasesync(sede=3)
+def test_misspelled(sim_world):
+    sim_world(2)
+
+
 def test_wrong(sim_world):
     order = []
 
@@ -64,8 +69,10 @@ def test_fixtures_and_a_failure_that_replays(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TEST)
     code, text = run(tmp_path)
     assert code == 1
-    assert "1 failed, 1 passed" in text
+    assert "1 failed, 1 passed, 1 error" in text
+    assert "marker phasesync has no 'sede'; it has: blocking_s, faults, role, seed, spread" in text
     assert "ranks came in reverse" in text
+    assert "sim.py" not in text.split("ranks came in reverse")[0].split("test_wrong")[-1]
     seed = next(line for line in text.splitlines() if "--phasesync-seed=" in line).split("=")[-1]
     assert "schedule: " in text
     again, text = run(tmp_path, "-k", "wrong", f"--phasesync-seed={seed}")

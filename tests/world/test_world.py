@@ -1,6 +1,7 @@
 """Real coroutines on simulated ranks: order by schedule, time for nothing, faults by name."""
 
 import asyncio
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class Device:
         assert self.held != {"params", "kv"}, "out of memory"
 
 
-def colocated(fence: bool) -> Any:
+def colocated(fence: bool, takes_s: float = 0.0) -> Any:
     """A leader maps KV on every device; `fence` says whether it waits for its peers."""
     devices: dict[int, Device] = {}
 
@@ -66,7 +67,7 @@ def colocated(fence: bool) -> Any:
             devices.update({number: Device() for number in range(rank.ranks)})
         await rank.fence("start")
         devices[rank.number].take("params")
-        await rank.at("train")
+        await rank.at("train", takes_s)
         devices[rank.number].held.discard("params")
         await rank.at("offload")
         if fence:
@@ -90,10 +91,24 @@ def test_exploring_finds_the_missing_fence_and_replays_it() -> None:
     assert again.value.outcome.events == failed.value.outcome.events
 
 
-@pytest.mark.parametrize("strategy", ["pct", "exhaustive"])
-def test_other_strategies_find_it_too(strategy: str) -> None:
-    with pytest.raises(SimFailed, match="out of memory"):
-        SimWorld(2).explore(colocated(fence=False), strategy=strategy, runs=500)
+@pytest.mark.parametrize("strategy", ["seed", "pct", "exhaustive"])
+def test_every_strategy_finds_it_also_where_places_take_their_time(strategy: str) -> None:
+    """Ranks that are all as fast as each other would hide it, whatever the schedule."""
+    world = SimWorld(2)
+    with pytest.raises(SimFailed, match="out of memory") as failed:
+        world.explore(colocated(fence=False, takes_s=5.0), strategy=strategy, runs=500)
+    outcome = failed.value.outcome
+    assert outcome.schedule.startswith("~") == (strategy == "exhaustive")
+    again = SimWorld(2, seed=outcome.seed, spread=outcome.spread)
+    with pytest.raises(SimFailed) as same:
+        again.run(colocated(fence=False, takes_s=5.0), schedule=outcome.schedule)
+    assert same.value.outcome.events == outcome.events
+    SimWorld(2).run(colocated(fence=False, takes_s=5.0))
+
+
+def test_a_fault_at_a_place_that_is_none_fails() -> None:
+    with pytest.raises(SimFailed, match="never struck: no rank came to 'offlaod', but to offload"):
+        SimWorld(2, faults=["crash:1@offlaod"]).run(fenced)
 
 
 def test_in_turn_alone_does_not_find_it() -> None:
@@ -158,12 +173,22 @@ def test_blocking_calls_are_named() -> None:
 
 def test_busy_code_is_named() -> None:
     async def main(rank: SimRank) -> None:
-        end = time.perf_counter() + 0.1
+        end = time.perf_counter() + 0.4
         while time.perf_counter() < end:
             pass
 
-    with pytest.raises(SimFailed, match="blocked the event loop for"):
-        SimWorld(1, blocking_s=0.05).run(main)
+    with pytest.raises(SimFailed, match=r"blocked the event loop for .* in test_world\.py:\d+: "):
+        SimWorld(1, blocking_s=0.1).run(main)
+
+
+def test_a_call_that_sleeps_is_named_by_its_line() -> None:
+    async def main(rank: SimRank) -> None:
+        subprocess.run(["sleep", "0.5"], check=True)
+
+    with pytest.raises(
+        SimFailed, match=r'test_world\.py:\d+: subprocess\.run\(\["sleep", "0\.5"\]'
+    ):
+        SimWorld(1).run(main)
 
 
 def actions(log: list[str]) -> dict[str, Any]:

@@ -7,10 +7,16 @@ taken over; asyncio's own tasks, locks and timeouts run unchanged.
 
 import asyncio
 import contextvars
+import linecache
+import os
+import re
 import selectors
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 from phasesync.world.schedule import Scheduler
@@ -20,6 +26,9 @@ __all__ = ("RANK", "Deadlock", "Loop")
 #: Which rank a callback belongs to; tasks hand it on to the tasks that they start.
 RANK: contextvars.ContextVar[str] = contextvars.ContextVar("phasesync_rank", default="")
 
+_LIBRARY = re.compile(
+    rf"^<|/site-packages/|^{re.escape(str(Path(os.__file__).parent))}/|/phasesync/world/"
+)
 _PATIENCE_S = 5.0  # Real time that a thread may take before its world counts as stuck.
 
 
@@ -30,6 +39,43 @@ class Deadlock(Exception):
 class _Ready(NamedTuple):
     handle: asyncio.Handle
     rank: str
+
+
+class _Watch(threading.Thread):
+    """Looks at what the loop's thread does while one callback takes too long, and where."""
+
+    def __init__(self, blocking_s: float) -> None:
+        super().__init__(name="phasesync-watch", daemon=True)
+        self._main = threading.get_ident()
+        self._blocking_s = blocking_s
+        self._over = threading.Event()
+        self.began = 0.0  # When the present callback began; 0 between two.
+        self.seen: tuple[float, str] = (0.0, "")
+
+    def run(self) -> None:
+        while not self._over.wait(self._blocking_s / 4):
+            began = self.began
+            if began and time.perf_counter() - began > self._blocking_s / 2:
+                frame = sys._current_frames().get(self._main)
+                if frame is not None and self.began == began:
+                    self.seen = (began, _line(frame))
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
+
+
+def _line(frame: FrameType | None) -> str:
+    """The innermost line that is nobody's library: `test_it.py:12: subprocess.run(...)`."""
+    inner = frame
+    while frame is not None and _LIBRARY.search(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or inner
+    assert frame is not None
+    # The frame goes on while it is looked at, and between two lines it has no number.
+    path, number = frame.f_code.co_filename, frame.f_lineno or 0
+    text = linecache.getline(path, number).strip()
+    return f"{path.rsplit('/', 1)[-1]}:{number}: {text}"
 
 
 class _Selector(selectors.SelectSelector):
@@ -59,6 +105,8 @@ class Loop(asyncio.SelectorEventLoop):
         self.blocked: list[tuple[str, str, float]] = []
         self._blocking_s = blocking_s
         self._last = ""
+        self._watch = _Watch(blocking_s)
+        self._watch.start()
         self._threads = threading.active_count()
         selector = _Selector()
         selector.loop = self
@@ -138,8 +186,16 @@ class Loop(asyncio.SelectorEventLoop):
         if ready.handle.cancelled() or ready.rank in self.gone:
             return
         self.steps += 1
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.thread_time()
+        self._watch.began = began
         ready.handle._run()
-        took = time.perf_counter() - began
-        if took > self._blocking_s:
-            self.blocked.append((ready.rank, repr(ready.handle), took))
+        took, busy = time.perf_counter() - began, time.thread_time() - busy
+        self._watch.began = 0.0
+        # Much work, or a call that slept; a machine that gave the thread no time is neither.
+        if took > self._blocking_s and (busy > self._blocking_s / 2 or busy < took / 10):
+            at, line = self._watch.seen
+            self.blocked.append((ready.rank, line if at == began else repr(ready.handle), took))
+
+    def close(self) -> None:
+        self._watch.stop()
+        super().close()

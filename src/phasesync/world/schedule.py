@@ -1,7 +1,9 @@
 """Who goes next: by seed, by priorities (PCT), from a written schedule, or each in turn.
 
 A scheduler is asked only where more than one rank could go on; its answers are the schedule. Two
-runs with the same answers are the same run, so a schedule written down replays exactly.
+runs with the same answers are the same run, so a schedule written down replays exactly. Under a
+`timeless` one named places take no time, so that every order of them is the scheduler's to choose;
+written down it begins with `~`.
 """
 
 import random
@@ -13,6 +15,8 @@ __all__ = ("InTurn", "Pct", "Replay", "Scheduler", "Seeded", "read_schedule", "w
 
 class Scheduler(ABC):
     """Chooses among the ranks that can go on; `last` is the place of who went last, or None."""
+
+    timeless = False
 
     @abstractmethod
     def pick(self, ranks: Sequence[str], last: int | None) -> int:
@@ -39,9 +43,13 @@ class InTurn(Scheduler):
 class Replay(Scheduler):
     """The choices of an earlier run; past their end, as `InTurn`."""
 
-    def __init__(self, choices: Sequence[int]) -> None:
+    def __init__(self, choices: Sequence[int], *, timeless: bool = False) -> None:
         self._choices = list(choices)
         self._at = 0
+        self.timeless = timeless
+
+    def __repr__(self) -> str:
+        return f"Replay({self._choices}, timeless={self.timeless})"
 
     def pick(self, ranks: Sequence[str], last: int | None) -> int:
         if self._at < len(self._choices):
@@ -73,7 +81,7 @@ class Pct(Scheduler):
         return best
 
 
-def write_schedule(choices: Sequence[int]) -> str:
+def write_schedule(choices: Sequence[int], *, timeless: bool = False) -> str:
     """Choices as text: `0*12.1.0*3`."""
     parts: list[str] = []
     at = 0
@@ -83,7 +91,7 @@ def write_schedule(choices: Sequence[int]) -> str:
             end += 1
         parts.append(f"{choices[at]}*{end - at}" if end - at > 1 else str(choices[at]))
         at = end
-    return ".".join(parts)
+    return "~" * timeless + ".".join(parts)
 
 
 def read_schedule(text: str) -> tuple[int, ...]:
@@ -93,6 +101,7 @@ def read_schedule(text: str) -> tuple[int, ...]:
         ValueError: it is no schedule.
     """
     choices: list[int] = []
+    text = text.removeprefix("~")
     for part in text.split(".") if text else ():
         choice, _, times = part.partition("*")
         choices += [int(choice)] * (int(times) if times else 1)

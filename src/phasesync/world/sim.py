@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import contextvars
 import inspect
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -89,6 +90,7 @@ class Outcome:
     """What a run came to: what each rank returned or raised, and how to see it again."""
 
     seed: int
+    spread: float = 0.0
     results: dict[str, Any] = field(default_factory=dict)
     raised: dict[str, BaseException] = field(default_factory=dict)
     crashed: list[str] = field(default_factory=list)
@@ -109,7 +111,9 @@ class Outcome:
         for event in self.events[-SHOWN:]:
             column = " " * (width * ranks.index(event.rank))
             yield f"{event.at_s:8.3f}  {column}{event.text}"
-        yield f"replay: SimWorld(..., seed={self.seed}).run(main, schedule={self.schedule!r})"
+        spread = f", spread={self.spread:g}" if self.spread else ""
+        world = f"SimWorld(..., seed={self.seed}{spread})"
+        yield f"replay: {world}.run(main, schedule={self.schedule!r})"
 
 
 class SimRank:
@@ -134,11 +138,13 @@ class SimRank:
 
     async def at(self, name: str, takes_s: float = 0.0) -> None:
         """A named place: takes virtual time, and is where faults happen."""
-        self._seen[name] = self._seen.get(name, 0) + 1
+        turn = self._seen[name] = self._seen.get(name, 0) + 1
+        self.world.places[name] = None
         factor = 1.0
         for fault in self.world.faults:
-            if not fault.hits(self.number, name, self._seen[name]):
+            if not fault.hits(self.number, name, turn):
                 continue
+            self.world.struck.add(fault)
             match fault.kind:
                 case "crash":
                     await self.world.crash(self)
@@ -151,7 +157,7 @@ class SimRank:
                 case _:
                     factor *= fault.factor
         self.record(name)
-        await asyncio.sleep(takes_s * factor)
+        await asyncio.sleep(takes_s * factor * self.world.pace(f"{self.name} {name} {turn}"))
 
     async def fence(
         self, name: str, *, members: Sequence[int] | None = None, deadline_s: float = 300.0
@@ -228,7 +234,11 @@ def _takes_turn(action: Callable[..., Any]) -> bool:
 
 
 class SimWorld:
-    """So many simulated ranks under one seed, with faults planted by name."""
+    """So many simulated ranks under one seed, with faults planted by name.
+
+    `spread` lets each named place take up to so much more or less time (0.5: half to one and a
+    half as long), by seed: ranks that are all exactly as fast as each other hide what may happen.
+    """
 
     def __init__(
         self,
@@ -239,6 +249,7 @@ class SimWorld:
         role: str = "trainer",
         runs: Path | str | None = None,
         blocking_s: float = 0.2,
+        spread: float = 0.0,
     ) -> None:
         self.ranks = ranks
         self.seed = seed
@@ -246,6 +257,10 @@ class SimWorld:
         self.runs = runs
         self.faults = tuple(parse_fault(f) if isinstance(f, str) else f for f in faults)
         self.blocking_s = blocking_s
+        self.spread = spread
+        self.places: dict[str, None] = {}
+        self.struck: set[Fault] = set()
+        self._timeless = False
         self._loop: Loop | None = None
         self._outcome = Outcome(seed=seed)
         self._fences: InProcessFences | None = None
@@ -263,6 +278,14 @@ class SimWorld:
                 "a runner writes a journal; give the world a folder: SimWorld(runs=...)"
             )
         return self.runs
+
+    def pace(self, what: str) -> float:
+        """How long something takes, as a factor; the same seed, the same pace."""
+        if self._timeless:
+            return 0.0
+        if not self.spread:
+            return 1.0
+        return 1 + self.spread * (2 * random.Random(f"{self.seed} {what}").random() - 1)
 
     def record(self, rank: str, text: str) -> None:
         now = self._loop.time() if self._loop else 0.0
@@ -303,15 +326,18 @@ class SimWorld:
         Raises:
             SimFailed: a rank raised something else, or waits for ever, or `check` objects.
         """
+        __tracebackhide__ = True
         scheduler: Scheduler
         match schedule:
             case None:
                 scheduler = Seeded(self.seed)
             case str():
-                scheduler = Replay(read_schedule(schedule))
+                scheduler = Replay(read_schedule(schedule), timeless=schedule.startswith("~"))
             case _:
                 scheduler = schedule
-        self._outcome = outcome = Outcome(seed=self.seed)
+        self._timeless = scheduler.timeless
+        self.places, self.struck = {}, set()
+        self._outcome = outcome = Outcome(seed=self.seed, spread=self.spread)
         loop = self._loop = Loop(scheduler, blocking_s=self.blocking_s)
         loop.set_exception_handler(lambda *_: None)
         self._fences = InProcessFences()
@@ -323,7 +349,7 @@ class SimWorld:
             except Deadlock:
                 why = self._who_waits()
             finally:
-                outcome.schedule = write_schedule(loop.choices)
+                outcome.schedule = write_schedule(loop.choices, timeless=scheduler.timeless)
                 outcome.options = loop.options
                 outcome.time_s, outcome.steps = loop.time(), loop.steps
                 self._leave(loop)
@@ -376,6 +402,10 @@ class SimWorld:
                 return f"{rank} raised {type(error).__name__}: {error}"
         for rank, what, took in self._loop.blocked:
             return f"{rank} blocked the event loop for {took:.2f} s in {what}"
+        unknown = [f for f in self.faults if f.place and f.place not in self.places]
+        if unknown and not self.struck:
+            came = ", ".join(self.places) or "no place at all"
+            return f"{unknown[0]} never struck: no rank came to {unknown[0].place!r}, but to {came}"
         return None
 
     def _leave(self, loop: Loop) -> None:
@@ -403,17 +433,20 @@ class SimWorld:
         runs: int = 100,
         strategy: str = "seed",
         preemptions: int = 2,
+        spread: float = 0.5,
         allow: tuple[type[BaseException], ...] = (),
         check: Callable[[Outcome], None] | None = None,
     ) -> int:
         """Many schedules; returns how many runs there were.
 
         `strategy` is `seed` (each by its own seed), `pct`, or `exhaustive`: every schedule in
-        which a rank that could go on is held up at most `preemptions` times.
+        which a rank that could go on is held up at most `preemptions` times, places taking no
+        time. Else they take their time, give or take `spread`.
 
         Raises:
             SimFailed: one of them goes wrong; it names the seed and schedule that replay it.
         """
+        __tracebackhide__ = True
         match strategy:
             case "seed":
                 made: Iterator[Scheduler] = (Seeded(self.seed + at) for at in range(runs))
@@ -424,11 +457,14 @@ class SimWorld:
             case _:
                 raise ValueError(f"strategy {strategy!r}; it is one of: seed, pct, exhaustive")
         done = 0
-        first = self.seed
-        for done, scheduler in enumerate(made, 1):
-            self.seed = first + done - 1
-            self.run(main, schedule=scheduler, allow=allow, check=check)
-        self.seed = first
+        first, usual = self.seed, self.spread
+        self.spread = self.spread or spread
+        try:
+            for done, scheduler in enumerate(made, 1):
+                self.seed = first + done - 1
+                self.run(main, schedule=scheduler, allow=allow, check=check)
+        finally:
+            self.seed, self.spread = first, usual
         return done
 
     def _exhaustive(
@@ -440,11 +476,14 @@ class SimWorld:
         check: Callable[[Outcome], None] | None,
     ) -> int:
         """Depth first over choices: each run follows a prefix, then goes on in turn."""
+        __tracebackhide__ = True
         todo: list[tuple[tuple[int, ...], int]] = [((), 0)]
         done = 0
         while todo and done < runs:
             prefix, held = todo.pop()
-            outcome = self.run(main, schedule=_Prefix(prefix), allow=allow, check=check)
+            outcome = self.run(
+                main, schedule=Replay(prefix, timeless=True), allow=allow, check=check
+            )
             done += 1
             choices = read_schedule(outcome.schedule)
             for at in range(len(prefix), len(choices)):
@@ -456,10 +495,6 @@ class SimWorld:
                     if other != choices[at]:
                         todo.append(((*choices[:at], other), cost))
         return done
-
-
-class _Prefix(Replay):
-    """A prefix of choices, then in turn."""
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ def test_update(schedule, planted):
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from hypothesis import strategies as st
 
@@ -16,9 +17,9 @@ __all__ = ("faults", "schedules")
 
 
 def schedules(*, length: int = 200, ranks: int = 8) -> st.SearchStrategy[Replay]:
-    """Schedules; one shrinks towards each rank going on until it waits."""
+    """Timeless schedules; one shrinks towards each rank going on until it waits."""
     choices = st.lists(st.integers(0, ranks - 1), max_size=length)
-    return choices.map(Replay)
+    return choices.map(partial(Replay, timeless=True))
 
 
 def faults(
