@@ -265,3 +265,41 @@ def test_a_hub_that_decides_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     result = found(cast(2, 1, at="hub", more=more))
     assert result.wrong is not None
     assert "two verdicts" in result.wrong
+
+
+# --- The bug that verl has fixed twice -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size"),
+    [(4, 2), (4, 4)],
+    ids=["verl 7851, replicas of two", "verl 5208, one of four"],
+)
+def test_the_leader_resumes_kv_while_a_peer_still_holds(ranks: int, size: int) -> None:
+    sound = resolve(load("colocated"), ranks, {"replica_size": size})
+    verdict = broken(without_fence("memory_released")(sound))
+    last = verdict.path[-1]
+    assert (verdict.property, str(last.kind), last.name) == ("never", "start", "resume_kv")
+    peers = {str(holder) for each in verdict.violations for holder in each.holders} - {"engine/0"}
+    leader = str(sound.members[last.rank])
+    assert peers
+    assert leader not in peers
+    assert {name for each in verdict.violations for name in each.resources} <= {
+        "kv_cache",
+        "staging",
+        "trainer_params",
+        "train_cache",
+    }
+
+
+@pytest.mark.parametrize("name", ["verl_stock", "colocated_each"])
+def test_verls_own_barrier_with_one_rank_that_raises(name: str) -> None:
+    """Deadlines are off, as they are there: the others wait for it for ever."""
+    plan = replace(resolve(load(name), 2), defects=frozenset({Defect.NO_ABORT}))
+    verdict = broken(plan, FAIL)
+    assert verdict.property == "deadlock"
+    assert not any(str(event.kind) == "deadline" for event in verdict.path)
+    raised = [event for event in verdict.path if str(event.kind) == "fail"]
+    assert len(raised) == 1
+    other = plan.members[1 - raised[0].rank]
+    assert f"{other} waits for ever at fence" in verdict.says
