@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from phasesync.core import wire
-from phasesync.core.model import Ticket
+from phasesync.core.model import Rank, Ticket
 from phasesync.engines.base import GRAPHS, GROUND, KV_CACHE, WEIGHTS, Floor, Verdicts
 from phasesync.engines.tickets import TICKET_HEADER, TicketRules, Warden, parse_ticket
 from phasesync.errors import EngineRefused
@@ -130,6 +130,10 @@ class Guard:
     def raise_floor(self, floor: Floor) -> Floor:
         """Refuse every ticket below `floor` from now on; what was admitted before it is shut."""
         return self._warden.raise_floor(Floor(*floor))
+
+    def expect(self, attempt: int, incarnations: Mapping[Rank, int]) -> None:
+        """Refuse what was judged with older incarnations of these ranks: they were replaced."""
+        self._warden.expect(attempt, incarnations)
 
     def spend(self, ticket: Ticket) -> None:
         """Refuse all tickets of this scope that are older than `ticket`, as recovery must."""
@@ -315,7 +319,8 @@ class GuardMiddleware:
     """The guard of an engine behind HTTP: ASGI middleware in the server's own process.
 
     Subclass it with `rules` set and name the subclass to the server, as in
-    `--middleware my_run.guards.ReplicaGuard`. `POST /phasesync/floor` raises the floor.
+    `--middleware my_run.guards.ReplicaGuard`. `POST /phasesync/floor` raises the floor, and tells
+    of ranks that were replaced where it names `incarnations`: `{"trainer/0": 1}`.
     """
 
     rules: ClassVar[TicketRules]
@@ -358,8 +363,11 @@ class GuardMiddleware:
         if scope["method"] == "POST":
             try:
                 told = wire.decode(await _body(receive))
-                self._guard.raise_floor(Floor(int(told["attempt"]), int(told["epoch"])))
-            except (wire.JsonError, KeyError, TypeError, ValueError):
+                attempt = int(told["attempt"])
+                now = told.get("incarnations", {}).items()
+                self._guard.expect(attempt, {Rank.parse(rank): int(each) for rank, each in now})
+                self._guard.raise_floor(Floor(attempt, int(told["epoch"])))
+            except (wire.JsonError, AttributeError, KeyError, TypeError, ValueError):
                 await _answer(send, 422, _refused('send {"attempt": 0, "epoch": 7}'))
                 return
         await _answer(send, 200, self._guard.floor._asdict())

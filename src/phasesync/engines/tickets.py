@@ -2,7 +2,9 @@
 
 A ticket is believed only if the fence's own verdict says the same, and only at or above the
 floor. The floor lives beside the engine, not in the caller: it is what refuses a leader that
-was frozen between pass and resume, replaced, and then woke up.
+was frozen between pass and resume, replaced, and then woke up. So do incarnations: a ticket names
+those that were judged, and one that was judged with a rank that has been replaced since is stale,
+whatever its epoch.
 """
 
 import threading
@@ -11,12 +13,14 @@ from dataclasses import asdict, dataclass, field
 
 from phasesync.core import wire
 from phasesync.core.model import (
+    Arrival,
     Broken,
     Epoch,
     FenceKey,
     FenceName,
     FenceVerdict,
     Opened,
+    Rank,
     Ticket,
 )
 from phasesync.engines.base import GROUND, Floor, Verdicts
@@ -111,6 +115,7 @@ class Warden:
         self.rules = rules
         self._floor = floor
         self._newest: dict[tuple[int, str], int] = {}
+        self._incarnations: dict[tuple[int, Rank], int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -123,40 +128,77 @@ class Warden:
             self._floor = max(self._floor, floor)
             return self._floor
 
+    def expect(self, attempt: int, incarnations: Mapping[Rank, int]) -> None:
+        """Refuse from now on what was judged with older incarnations of these ranks."""
+        with self._lock:
+            for rank, incarnation in incarnations.items():
+                self._meet(attempt, rank, incarnation)
+
     def spend(self, key: FenceKey) -> None:
         """Refuse from now on all tickets of `key.scope` that are older than `key`."""
         with self._lock:
-            self._note(key)
+            self._note(key, self._judged(key))
 
     def refusal(self, wanted: str, ticket: Ticket | None) -> str | None:
         """Why `ticket` does not allow `wanted`, or None; then the floor has risen to it.
 
-        `wanted` is a tag or `generate`.
+        `wanted` is a tag or `generate`. A true ticket is learned from, needed or not.
         """
         fences = self.rules.fences.get(wanted)
         if fences is None:
+            if isinstance(ticket, Ticket):
+                self._learn(ticket)
             return None
         if ticket is None:
             return f"{wanted!r} needs a ticket of fence {_either(fences)}; none was given"
         if not isinstance(ticket, Ticket):
             return f"{wanted!r} needs a ticket of fence {_either(fences)}; {ticket!r} is none"
         with self._lock:
-            reason = self._claims(wanted, fences, ticket) or self._verdict(ticket)
+            judged = self._judged(ticket.key)
+            reason = (
+                self._claims(wanted, fences, ticket)
+                or self._verdict(ticket)
+                or self._replaced(ticket.key, judged)
+            )
             if reason is None:
                 self._floor = max(self._floor, Floor(ticket.key.attempt, ticket.epoch))
-                self._note(ticket.key)
+                self._note(ticket.key, judged)
         return reason
+
+    def _learn(self, ticket: Ticket) -> None:
+        ours = ticket.key.run == self.rules.run and ticket.key.scope in self._scopes
+        with self._lock:
+            if ours and self.rules.verdicts is not None and self._verdict(ticket) is None:
+                self._note(ticket.key, self._judged(ticket.key))
+
+    @property
+    def _scopes(self) -> tuple[str, str]:
+        return ("world", self.rules.scope)
+
+    def _judged(self, key: FenceKey) -> tuple[Arrival, ...]:
+        """The arrivals that the fence judged, where its verdict tells them."""
+        verdict = None if self.rules.verdicts is None else self.rules.verdicts(key)
+        return verdict.arrivals if isinstance(verdict, Opened) else ()
+
+    def _replaced(self, key: FenceKey, judged: tuple[Arrival, ...]) -> str | None:
+        for arrival in judged:
+            now = self._incarnations.get((key.attempt, arrival.rank), arrival.incarnation)
+            if arrival.incarnation < now:
+                return (
+                    f"the ticket was judged with incarnation {arrival.incarnation} of "
+                    f"{arrival.rank}, which has been replaced: it is incarnation {now} now"
+                )
+        return None
 
     def _claims(self, wanted: str, fences: tuple[str, ...], ticket: Ticket) -> str | None:
         key = ticket.key
-        own = ("world", self.rules.scope)
         if ticket.fence not in fences:
             return (
                 f"{wanted!r} needs a ticket of fence {_either(fences)}; this is of {ticket.fence!r}"
             )
         if key.run != self.rules.run:
             return f"the ticket is of run {key.run!r}; this engine serves run {self.rules.run!r}"
-        if key.scope not in own:
+        if key.scope not in self._scopes:
             return f"the ticket is of scope {key.scope!r}; this engine is {self.rules.scope!r}"
         if (held := Floor(key.attempt, ticket.epoch)) < self._floor:
             return f"the ticket is of {held}; the engine's floor is {self._floor}"
@@ -192,9 +234,15 @@ class Warden:
                 ]
                 return f"{where} gave another ticket: {', '.join(told)}"
 
-    def _note(self, key: FenceKey) -> None:
+    def _note(self, key: FenceKey, judged: tuple[Arrival, ...]) -> None:
         at = (key.attempt, key.scope)
         self._newest[at] = max(self._newest.get(at, -1), key.generation)
+        for arrival in judged:
+            self._meet(key.attempt, arrival.rank, arrival.incarnation)
+
+    def _meet(self, attempt: int, rank: Rank, incarnation: int) -> None:
+        at = (attempt, rank)
+        self._incarnations[at] = max(self._incarnations.get(at, 0), incarnation)
 
 
 def _either(fences: tuple[str, ...]) -> str:

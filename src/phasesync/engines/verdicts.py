@@ -11,14 +11,18 @@ from phasesync.core import wire
 from phasesync.core.fence import cause_from_json, decode_arrivals, ticket_hash
 from phasesync.core.fence_keys import Space, Verdict
 from phasesync.core.model import (
+    Arrival,
     Broken,
+    Digest,
     Epoch,
     FenceKey,
     FenceName,
     FenceVerdict,
     Opened,
+    Rank,
     RootCause,
     Ticket,
+    Version,
 )
 
 __all__ = ("JournalVerdicts", "StoreVerdicts")
@@ -49,7 +53,8 @@ class StoreVerdicts:
             cause = cause_from_json(verdict.broken["cause"])
             fence = FenceName(verdict.broken["fence"] or "")
             return Broken(key=key, fence=fence, cause=cause)
-        first = decode_arrivals(self._store.get(at.log))[0]
+        arrivals = tuple(decode_arrivals(self._store.get(at.log))[: verdict.count])
+        first = arrivals[0]
         ticket = Ticket(
             key=key,
             fence=first.fence,
@@ -57,7 +62,7 @@ class StoreVerdicts:
             count=verdict.count,
             hash=verdict.hash,
         )
-        return Opened(ticket=ticket)
+        return Opened(ticket=ticket, arrivals=arrivals)
 
 
 class JournalVerdicts:
@@ -115,4 +120,20 @@ def _verdict(line: dict[str, Any]) -> tuple[FenceKey, FenceVerdict] | None:
         count=len(judged),
         hash=ticket_hash(judged),
     )
-    return key, Opened(ticket=ticket)
+    return key, Opened(ticket=ticket, arrivals=tuple(_arrival(ticket, each) for each in judged))
+
+
+def _arrival(ticket: Ticket, entry: list[Any]) -> Arrival:
+    """An arrival as far as a judged list has it: who, which incarnation, and what it showed."""
+    rank, incarnation, _, seq, free_bytes = entry
+    return Arrival(
+        rank=Rank.parse(rank),
+        incarnation=incarnation,
+        nonce="",
+        fence=ticket.fence,
+        epoch=ticket.epoch,
+        version=Version(0),
+        digest=Digest(""),
+        seq=seq,
+        free_bytes=free_bytes,
+    )
