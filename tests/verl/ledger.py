@@ -21,6 +21,13 @@ class Ledger:
     def __init__(self, context: Any, devices: int) -> None:
         self._held = context.Array("i", devices * len(_NAMES))
 
+    @classmethod
+    def of(cls, held: Any) -> "Ledger":
+        """A ledger over an array with a lock that is there already."""
+        made = cls.__new__(cls)
+        made._held = held
+        return made
+
     def take(self, device: int, what: str) -> None:
         """Map `what`, or refuse it and say who is in the way."""
         with self._held.get_lock():

@@ -28,7 +28,7 @@ from phasesync.errors import EpochFailed, describe
 from phasesync.integrations import verl as integration
 from tests.verl.ledger import Ledger, OutOfMemory
 
-__all__ = ("Job", "Said", "main")
+__all__ = ("Job", "Run", "Said", "main", "modules_with_device")
 
 PEER_WAITS_S = 20.0
 
@@ -273,7 +273,7 @@ def main(job: Job, rank: int, ledger: Ledger, meet: str, said: Any, joined: Any,
     bodies = (ours.__wrapped__, ours) if job.alternate else ()
     run = Run(job, rank, ledger)
     run.failed_at = at
-    for module in list(_modules_with_device()):
+    for module in list(modules_with_device()):
         module.get_torch_device = lambda: run.device
     ew.set_expandable_segments = run.expandable
 
@@ -333,7 +333,8 @@ _MEETS: dict[str, Callable[[Job, int, str], dict[str, Any]]] = {
 }
 
 
-def _modules_with_device() -> Any:
+def modules_with_device() -> Any:
+    """verl's modules that have taken the device's module into their own names."""
     for name, module in sys.modules.items():
         if name.startswith("verl") and hasattr(module, "get_torch_device"):
             yield module

@@ -1,0 +1,100 @@
+"""The colocated path as verl runs it: Ray actors of verl's own worker class, called through verl's
+own worker group, ONE_TO_ALL and not blocking."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+import verl
+from phasesync.errors import EpochFailed
+from phasesync.report.audit import audit_paths
+from tests.verl.rank import Job
+from tests.verl.ray_rank import RayRank
+from tests.verl.table import row
+from tests.verl.verdict import verdict
+
+RELEASE = verl.__version__
+ROOT = Path(__file__).parents[2]
+RANKS = 2
+OFFLOAD = "engine.to cpu"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray() -> Iterator[None]:
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def group(runs: Path, job: Job, mode: str = "enforce") -> Any:
+    """verl's worker group over `RANKS` actors; phasesync comes by its environment variables."""
+    environment = {
+        "PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))),
+        "VERL_USE_EXTERNAL_MODULES": "phasesync.integrations.verl.auto",
+        "PHASESYNC": mode,
+        "PHASESYNC_RUNS": str(runs),
+        "PHASESYNC_RUN": "job",
+        "OMP_NUM_THREADS": "1",
+    }
+    actor = ray.remote(RayRank)
+    made = RayClassWithInitArgs(actor, job, str(runs.with_name("memory")))
+    pool = RayResourcePool([RANKS], use_gpu=False, max_colocate_count=1)
+    return RayWorkerGroup(pool, made, device_name="cpu", worker_env=environment)
+
+
+def sync(workers: Any, step: int) -> list[Any]:
+    """One call as verl's trainer makes it; what each rank's answer came to."""
+    workers.begin(step)
+    answers = []
+    for pending in workers.update_weights(global_steps=step):
+        try:
+            answers.append(ray.get(pending, timeout=60))
+        except ray.exceptions.RayTaskError as error:
+            answers.append(error.cause)
+    return answers
+
+
+def test_late_then_failing_then_well_again(tmp_path: Path) -> None:
+    job = Job(ranks=RANKS, replica=RANKS, late={1: 1.0}, fail=(1, OFFLOAD), fail_at=2)
+    workers = group(tmp_path / "runs", job)
+    assert sync(workers, 1) == [None] * RANKS
+    calls = workers.sleep()
+    assert all(each[-1] == "expandable_segments True" for each in calls)
+    failed = sync(workers, 2)
+    assert all(isinstance(each, EpochFailed) for each in failed)
+    assert {each.cause.phase for each in failed} == {"offload"}
+    assert {str(rank) for each in failed for rank in each.cause.ranks} == {"trainer/1"}
+    assert sync(workers, 3) == [None] * RANKS
+    workers.sleep()
+    found = verdict(tmp_path / "runs")
+    assert (found.verdict, found.guilty) == ("failure", ("trainer/1",))
+    row(RELEASE, "Ray actors: rank 1 raises in offload", "(as above)", "all stop, then sync again")
+
+
+def test_a_plan_that_changes_between_syncs(tmp_path: Path) -> None:
+    """On all ranks: they agree anew. On one alone: the others hear it at once, and why."""
+    workers = group(tmp_path / "runs", Job(ranks=RANKS, replica=RANKS, param_offload=False))
+    assert sync(workers, 1) == [None] * RANKS
+    workers.reconfigure(free_cache_engine=False)
+    workers.sleep()
+    assert sync(workers, 2) == [None] * RANKS
+    assert not any("rollout.resume" in call for calls in workers.sleep() for call in calls)
+    journals = [path.name for path in sorted((tmp_path / "runs").rglob("*.jsonl"))]
+    assert journals == [f"trainer-{rank}.{plan}.jsonl" for rank in range(RANKS) for plan in (0, 1)]
+    # Each plan is an attempt of its own, and has a verdict of its own.
+    assert [each.verdict for each in audit_paths([tmp_path / "runs"])] == ["ok", "ok"]
+
+    workers.execute_rank_zero_sync("reconfigure", name="sglang", free_cache_engine=True)
+    workers.begin(3)
+    answers = workers.update_weights(global_steps=3)
+    with pytest.raises(ray.exceptions.RayTaskError) as caught:
+        ray.get(answers, timeout=60)
+    told = caught.value.cause
+    assert isinstance(told, EpochFailed)
+    assert str(told.cause.ranks[0]) == "trainer/0"
+    assert "free_cache_engine: True, was False" in str(told)
