@@ -1,6 +1,7 @@
 """Journals and figures of real runs on an H200, kept as they came back: what the auditor makes of
 them, and what they say of the promises in ARCHITECTURE.md. See tests/data/gpu/README.md."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -25,6 +26,12 @@ def audit(folder: str, protocol: str) -> Any:
 
 def figures(name: str) -> Any:
     return json.loads((DATA / name).read_text())
+
+
+def lines(folder: str, number: int) -> list[Any]:
+    """The journal of one trainer."""
+    packed = (DATA / folder / f"trainer-{number}.0.jsonl.gz").read_bytes()
+    return [json.loads(line) for line in gzip.decompress(packed).splitlines()]
 
 
 def test_twenty_epochs_with_the_fence_and_random_delays_are_clean() -> None:
@@ -104,3 +111,36 @@ def test_phasesync_takes_at_most_one_percent_of_an_epoch() -> None:
     shares = sorted(pair["own_s"] / pair["synced_s"] for pair in pairs)
     assert len(pairs) >= 10
     assert shares[len(shares) // 2] <= 0.01
+
+
+@pytest.mark.parametrize("scene", ["two_fenced", "two_replica", "two_world"])
+def test_two_gpus_with_random_delays_are_clean(scene: str) -> None:
+    assert audit(scene, "colocated")["verdict"] == "ok"
+    told = figures("two.json")["scenes"][scene]
+    assert {each["epochs_done"] for each in told.values()} == {20 if "fenced" in scene else 12}
+    leaders = [each for each in told.values() if each["weights_equal"]]
+    assert len(leaders) == (1 if "fenced" in scene else 2)
+    assert all(all(each["weights_equal"]) for each in leaders)
+
+
+def test_a_rank_killed_on_the_other_gpu_is_named_in_time_and_kv_is_untouched() -> None:
+    answer = audit("two_killed", "colocated")
+    assert (answer["verdict"], answer["epoch"], answer["phase"]) == ("failure", 2, "offload")
+    assert answer["guilty"] == ["trainer/1"]
+    survivor, victim = lines("two_killed", 0), lines("two_killed", 1)
+    told = next(line for line in survivor if line["event"] == "fence.break")
+    assert 0 < told["mono_ns"] - victim[-1]["mono_ns"] < 2e9
+    after = [line for line in survivor if line["mono_ns"] > told["mono_ns"]]
+    assert not [line for line in after if line.get("phase") == "resume_kv"]
+    status = figures("two.json")["scenes"]["two_killed"]["trainer/0"]["status"]
+    assert "health='usable'" in status
+    assert "asleep=frozenset({'kv_cache'})" in status
+
+
+def test_replica_scope_spares_the_other_replica_the_wait_for_a_late_rank() -> None:
+    def waits(scene: str) -> list[float]:
+        reports = figures("two.json")["scenes"][scene]["trainer/0"]["reports"]
+        return sorted(report["waits"]["memory_released"] for report in reports)
+
+    assert waits("two_replica")[-1] < waits("two_world")[0]
+    assert waits("two_world")[-1] > 1.0, "the longest delay was waited for by the whole world"
