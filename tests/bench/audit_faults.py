@@ -6,6 +6,7 @@ Prints a confusion matrix of what was injected against what the audit said; exit
 """
 
 import asyncio
+import contextlib
 import random
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from phasesync.audit import Answer
 from phasesync.core.protocol import FenceDecl, Protocol
 from phasesync.report.audit import audit_paths
 from phasesync.spec import load
+from phasesync.world.sim import SimFailed, SimRank, SimWorld
 
 LED = ("resume_weights", "load", "resume_kv", "sleep")
 PHASES = (
@@ -33,20 +35,29 @@ UNFENCED = {
 }
 
 
+# What the simulator plants at a place: on ranks that run the real runner, in virtual time.
+SIMULATED = ("crash", "fail", "hang", "slow")
+KINDS = ("none", "failure", "cancel", "unfenced", *SIMULATED, "mixed")
+TAKES_S = 0.01
+
+
 class Fault(NamedTuple):
-    """What is injected: `none`, `failure`, `cancel` or `unfenced`, and the answer it must get."""
+    """What is injected, and where; `rule` for what must be found, and the fence taken away."""
 
     kind: str
     rank: int
     phase: str
     epoch: int
     rule: str | None = None
+    ranks: int = 0
 
 
 def fault_of(chance: random.Random, ranks: int) -> Fault:
-    kind = chance.choice(["none", "failure", "failure", "cancel", "unfenced"])
+    kind = chance.choice(KINDS)
     if kind == "none":
         return Fault(kind, 0, "", 0)
+    if kind == "mixed":
+        return Fault(kind, chance.randrange(ranks), "", 0, "R-SAMEPLAN")
     if kind == "unfenced":
         fence = chance.choice(sorted(UNFENCED))
         _, _, rule, phase, guilty = UNFENCED[fence]
@@ -63,8 +74,38 @@ def without(protocol: Protocol, fence: str) -> Protocol:
     return replace(protocol, steps=steps)
 
 
+def simulate(fault: Fault, seed: int, ranks: int, runs: Path) -> None:
+    """Run simulated ranks once with `fault`; a rank that hangs does so for ever."""
+    place = f"{fault.kind}:{fault.rank}@{fault.phase}"
+    faults = [] if fault.kind == "mixed" else [f"{place}#{fault.epoch}"]
+    if fault.kind == "slow":
+        faults = [f"{place}*8"]
+    world = SimWorld(ranks, seed=seed, faults=faults, runs=runs, spread=0.5, blocking_s=60)
+
+    async def main(rank: SimRank) -> None:
+        async def work() -> None:
+            await asyncio.sleep(TAKES_S * world.pace(f"work {rank.name}"))
+
+        is_odd = fault.kind == "mixed" and rank.number == fault.rank
+        runner = rank.runner(
+            "colocated",
+            run=f"sim-{seed}",  # A rank that crashed never gives its claim back.
+            actions=dict.fromkeys((*PHASES, "reclaim", "reset"), work),
+            options={"param_offload": False} if is_odd else {},
+        )
+        async with runner:
+            for _ in range(2):
+                await runner.run_epoch()
+
+    with contextlib.suppress(SimFailed):
+        world.run(main, allow=(Exception,))
+
+
 def play(fault: Fault, seed: int, ranks: int, runs: Path) -> None:
     """Run the world once with `fault`."""
+    if fault.kind in (*SIMULATED, "mixed"):
+        simulate(fault, seed, ranks, runs)
+        return
     world = World(ranks, runs, seed=seed, pause_s=0.001)
     place = (fault.rank, fault.phase, fault.epoch)
     if fault.kind == "failure":
@@ -82,8 +123,11 @@ def play(fault: Fault, seed: int, ranks: int, runs: Path) -> None:
 
 def is_right(fault: Fault, answer: Answer) -> bool:
     who = (f"trainer/{fault.rank}",)
-    if fault.kind == "none":
+    if fault.kind in ("none", "slow"):
         return answer.verdict == "ok"
+    if fault.kind == "mixed":
+        minority = who if fault.ranks > 2 else ()
+        return (answer.rule, answer.guilty) == (fault.rule, minority)
     if fault.kind == "unfenced":
         rule = str(fault.rule).split()[0]
         # Without its fence nothing is synchronised either, so that every leader may be too early.
@@ -100,7 +144,7 @@ def main(runs: int = 1000, first: int = 0) -> int:
     for seed in range(first, first + runs):
         chance = random.Random(seed)
         ranks = chance.choice([2, 4])
-        fault = fault_of(chance, ranks)
+        fault = fault_of(chance, ranks)._replace(ranks=ranks)
         with tempfile.TemporaryDirectory() as folder:
             play(fault, seed, ranks, Path(folder))
             answer = audit_paths([folder])[0]

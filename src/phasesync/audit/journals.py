@@ -88,6 +88,7 @@ class _Rank:
 
     __slots__ = (
         "boots",
+        "cut",
         "epoch",
         "exit",
         "failed",
@@ -98,6 +99,7 @@ class _Rank:
         "seq",
         "status",
         "stopped",
+        "waits",
     )
 
     def __init__(self) -> None:
@@ -110,6 +112,8 @@ class _Rank:
         self.phase: str | None = None
         self.failed: tuple[Evidence, str | None, str] | None = None
         self.stopped = False
+        self.cut: str | None = None
+        self.waits: tuple[object, ...] | None = None
         self.status = ""
         self.boots: set[object] = set()
 
@@ -138,6 +142,7 @@ class JournalAudit:
         self._ranks: dict[str, _Rank] = {}
         self._counts: dict[str, int] = {}
         self._causes: dict[_Cause, tuple[Evidence, Mapping[str, Any], int]] = {}
+        self._missed: dict[_Cause, dict[str, str | None]] = {}
         self._judged: dict[tuple[object, ...], tuple[Evidence, Any]] = {}
         self._arrived: dict[tuple[object, ...], dict[str, tuple[Evidence, list[Any]]]] = {}
         self._hashes: dict[tuple[object, ...], tuple[str, str, Evidence]] = {}
@@ -362,7 +367,7 @@ class JournalAudit:
         if kind == "fail":
             attrs = {**attrs, "error": line.get("error"), "error_type": line.get("error_type")}
             if line.get("level") == "warning" or line.get("error_type") == "Cancelled":
-                kind = "abort"
+                kind, rank.cut = "abort", phase
             elif rank.failed is None:
                 rank.failed = (where, phase, text_of(line.get("error", "")))
         self._event(at, where, name, line, kind, phase, attrs, self.audit.facts.header.means(phase))
@@ -389,6 +394,7 @@ class JournalAudit:
             self._digests.setdefault(instance, {})[name] = where
         if line.get("status") == "failed":
             return
+        rank.waits = instance
         scope = str(line.get("scope"))
         attrs: dict[str, Any] = {"group": scope, "call": line.get("generation")}
         self._event(at, where, name, line, "start", str(line.get("fence")), attrs, _FENCE)
@@ -397,6 +403,7 @@ class JournalAudit:
         self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
     ) -> None:
         instance = instance_of(line)
+        rank.waits = None
         self.clocks.passed(instance, line)
         ticket = line.get("ticket")
         if isinstance(ticket, dict):
@@ -484,6 +491,9 @@ class JournalAudit:
         )
         if cause not in self._causes and len(self._causes) < 1024:
             self._causes[cause] = (where, line, at)
+            if kind == "deadline":
+                told = ranks or tuple(map(str, line.get("missing") or ()))
+                self._missed[cause] = self._absentees(instance, told)
         attrs = {"group": str(line.get("scope")), "call": line.get("generation")}
         self._event(at, where, name, line, "abort", str(line.get("fence")), attrs, _FENCE)
 
@@ -493,6 +503,7 @@ class JournalAudit:
         epoch = line.get("epoch")
         rank.epoch = epoch if type(epoch) is int else rank.epoch
         rank.stopped = False
+        rank.cut = rank.waits = None
         rank.status = "in epoch"
         if (
             self._luck is None
@@ -628,6 +639,8 @@ class JournalAudit:
         fence = str(line.get("fence"))
         missing = tuple(map(str, line.get("missing") or ()))
         guilty = ranks or missing if kind not in _NOBODY else ()
+        if cause in self._missed:
+            guilty = tuple(self._missed[cause])
         rule: str | None = None
         strength = FAILED
         lines = [where]
@@ -636,7 +649,7 @@ class JournalAudit:
             rank = self._ranks.get(name)
             if rank is not None and rank.last is not None:
                 lines.append(rank.last)
-                place = place or rank.phase
+                place = place or self._missed.get(cause, {}).get(name) or rank.phase
         who = ", ".join(guilty) or "nobody"
         if kind == "deadline":
             because = f"{who} did not come to fence {fence!r} before its deadline"
@@ -672,6 +685,28 @@ class JournalAudit:
             evidence=tuple(dict.fromkeys(lines)),
             record_next=("progress marks in long phases",) if kind == "deadline" else (),
         )
+
+    def _absentees(
+        self, fence: tuple[object, ...], missing: tuple[str, ...]
+    ) -> dict[str, str | None]:
+        """Who a fence waited for when it broke, and in which phase each was: in place of a rank that
+        itself waited at another one, who was missing there.
+        """
+        found: dict[str, str | None] = {}
+        left = list(missing)
+        seen = {fence}
+        while left:
+            name = left.pop(0)
+            rank = self._ranks.get(name)
+            at = rank.waits if rank is not None else None
+            if at is None:
+                found[name] = (rank.phase or rank.cut) if rank is not None else None
+            elif at not in seen:
+                seen.add(at)
+                came = self._arrived.get(at, {})
+                members = map(str, self.audit.facts.members.get(str(at[1]), ()))
+                left += [member for member in members if member not in came]
+        return found or dict.fromkeys(missing)
 
     def _since(self, guilty: tuple[str, ...], at: int) -> int:
         """When a cause began: at the last line of who is gone, not when peers were told."""
