@@ -212,6 +212,16 @@ class Conformance:
             )
             self._held_by[number] = (who, seq)
 
+    def _break(self, at: int, who: int, seen: _Seen, line: Mapping[str, Any]) -> None:
+        """Whoever is known to be dead acts no more: what comes after does not race with it."""
+        if line.get("cause_kind") != "dead":
+            return
+        for name in line.get("cause_ranks") or ():
+            role, _, number = str(name).rpartition("/")
+            dead = self._index.get((role, int(number))) if number.isdecimal() else None
+            if dead is not None:
+                self._ranks[dead].act = None
+
     def _arrive(self, at: int, who: int, seen: _Seen, line: Mapping[str, Any]) -> None:
         assert self._plan is not None
         fence = str(line.get("fence"))
@@ -485,6 +495,7 @@ _HANDLERS: dict[str, Callable[[Conformance, int, int, _Seen, Mapping[str, Any]],
     "phase.fail": Conformance._fail,
     "fence.arrive": Conformance._arrive,
     "fence.pass": Conformance._pass,
+    "fence.break": Conformance._break,
 }
 
 

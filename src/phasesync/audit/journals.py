@@ -689,8 +689,8 @@ class JournalAudit:
     def _absentees(
         self, fence: tuple[object, ...], missing: tuple[str, ...]
     ) -> dict[str, str | None]:
-        """Who a fence waited for when it broke, and in which phase each was: in place of a rank that
-        itself waited at another one, who was missing there.
+        """Who a fence waited for when it broke, and in which phase each was: in place of a rank
+        that itself waited at another one, who was missing there.
         """
         found: dict[str, str | None] = {}
         left = list(missing)
