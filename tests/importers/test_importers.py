@@ -107,6 +107,37 @@ def test_vllm_leaks_are_seen(tmp_path: Path) -> None:
     assert (answer.verdict, answer.rule) == ("violation", "R-DRIFT")
 
 
+# vLLM 0.32 with two workers: each says what its own sleep freed, the core speaks for both.
+VLLM_TP2 = """\
+(Worker_TP0 pid=78) INFO 08-11 16:1{n}:02 [gpu_worker.py:327] \
+Sleep mode freed 25.3 GiB memory, 1.9 GiB memory is still in use.
+(Worker_TP1 pid=79) INFO 08-11 16:1{n}:02 [gpu_worker.py:327] \
+Sleep mode freed 25.3 GiB memory, {held} GiB memory is still in use.
+(EngineCore pid=77) INFO 08-11 16:1{n}:02 [abstract.py:391] \
+It took 2.756636 seconds to fall asleep.
+(EngineCore pid=77) INFO 08-11 16:1{n}:09 [abstract.py:409] \
+It took 0.455951 seconds to wake up tags ['weights', 'kv_cache'].
+"""
+
+
+@pytest.mark.parametrize(("grows", "verdict"), [(0.0, "ok"), (3.1, "violation")])
+def test_vllm_workers_are_told_apart(tmp_path: Path, grows: float, verdict: str) -> None:
+    steps = [VLLM_TP2.format(n=n, held=round(2 + n * grows, 2)) for n in range(4)]
+    answer = answer_of("vllm", file_of(tmp_path, "".join(steps)))
+    assert answer.verdict == verdict, answer.because
+    assert answer.guilty == (("engine/1",) if grows else ())
+
+
+def test_sglang_says_that_requests_are_in_the_way(tmp_path: Path) -> None:
+    # SGLang, scheduler.py `flush_cache`.
+    text = (
+        "[2026-08-11 16:12:09 TP0] Cache not flushed because there are pending requests. "
+        "#queue-req: 12, #running-req: 0\n"
+    )
+    answer = answer_of("sglang", file_of(tmp_path, text))
+    assert (answer.verdict, answer.rule, answer.guilty) == ("violation", "R-QUIET", ("engine/0",))
+
+
 def test_vllm_warns_that_it_woke_nothing(tmp_path: Path) -> None:
     # vLLM 0.24, v1/executor/abstract.py `wake_up`.
     text = (

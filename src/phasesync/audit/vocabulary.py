@@ -17,6 +17,7 @@ __all__ = (
     "is_gone_error",
     "is_idle_error",
     "is_memory_error",
+    "is_requests_error",
     "is_timeout_error",
     "is_unprepared_error",
     "is_unroutable_error",
@@ -310,6 +311,9 @@ _UNROUTABLE: Final = _matcher(
     r"|endpoint|server|listener|receiver)|unknown.?(command|method|rank|target|op)|unreachable"
     r"|attribute.?error|no.?attribute|(?<!file)not.?found|\b404\b|\b405\b|\b501\b|not.?registered"
 )
+_REQUESTS: Final = _matcher(
+    r"pending.?req|req\w*.{0,12}pending|running.?req|not.?(fully.?)?idle|in.?flight|not.?freed.?yet"
+)
 _UNPREPARED: Final = _matcher(
     r"(not|never|isn.t|hasn.t)( been| yet)* "
     r"(initiali[sz]ed|set.?up|created|started|connected|loaded)"
@@ -339,6 +343,11 @@ def is_idle_error(error: object) -> bool:
 
 def is_unroutable_error(error: object) -> bool:
     return error is not None and bool(_UNROUTABLE.search(str(error)[:2000]))
+
+
+def is_requests_error(error: object) -> bool:
+    """Whether an error says itself that requests were there where none may be."""
+    return error is not None and bool(_REQUESTS.search(str(error)[:2000]))
 
 
 def is_unprepared_error(error: object) -> bool:

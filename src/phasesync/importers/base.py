@@ -115,6 +115,8 @@ class Course:
         self._epochs: dict[int, int] = {}
         self._open: dict[int, list[str]] = {}
         self._labels: dict[int, str] = {}
+        self._workers: dict[int, None] = {}
+        self._cores: dict[int, None] = {}
         self._coarse_s = 0.0
         self._hosts: set[str] = set()
         self._files: set[str] = set()
@@ -140,6 +142,18 @@ class Course:
         if role:
             self._roles.setdefault(number, role)
         return number
+
+    def engine(self, rank: int, process: str | None) -> None:
+        """Note what an engine's process is called: a worker of it, or its core."""
+        if process is not None and process.startswith("Worker"):
+            self._workers.setdefault(rank, None)
+        elif process is not None:
+            self._cores.setdefault(rank, None)
+
+    def moved_by(self, line: LogLine) -> tuple[int, ...]:
+        """The workers for which a core speaks; none where there are several cores."""
+        name = f"{line.actor} {line.text[:80]}"
+        return tuple(self._workers) if "EngineCore" in name and len(self._cores) == 1 else ()
 
     def turn(self, rank: int, phase: str) -> None:
         """A phase that begins the cycle begins a new epoch of that rank."""

@@ -26,6 +26,16 @@ _NOT_ASLEEP: Final = re.compile(
     r"Executor is not sleeping|Tag (?P<tag>\S+) is not in sleeping tags"
 )
 _RESET: Final = re.compile(r"Successfully reset prefix cache")
+# SGLang's scheduler, `flush_cache`.
+_FLUSHED: Final = re.compile(r"Cache flushed successfully")
+_NOT_FLUSHED: Final = re.compile(
+    r"Cache not flushed because there are pending requests\.? "
+    r"#queue-req: (?P<queued>\d+), #running-req: (?P<running>\d+)"
+)
+_NOT_RESET: Final = re.compile(r"Failed to reset prefix cache because some .*not freed yet")
+_DISCARDED: Final = re.compile(
+    r"It took (?P<took>[\d.]+) seconds to discard tags (?P<tags>.*?)\.?$"
+)
 _ENGINE: Final = re.compile(
     r"^\s*\(?(?:EngineCore|vLLM|SGLang|VllmWorker|RayWorkerWrapper|Worker(?:_\w+)?(?:\s|$))",
     re.IGNORECASE,
@@ -33,7 +43,7 @@ _ENGINE: Final = re.compile(
 _PREFIX: Final = re.compile(
     r"^\((?P<proc>(?:EngineCore|Worker|APIServer)\S*)\s+pid=(?P<pid>\d+)\)\s*"
 )
-_TP: Final = re.compile(r"\bTP(?P<tp>\d+)\b")
+_TP: Final = re.compile(r"(?:\b|_)TP(?P<tp>\d+)(?:\b|_)")
 # uvicorn: 'INFO:     127.0.0.1:4321 - "POST /release_memory_occupation HTTP/1.1" 200 OK'
 _HTTP: Final = re.compile(
     r'"(?:POST|GET) /(?P<path>[a-z_]+)(?:\?(?P<query>\S*))? HTTP/[\d.]+" (?P<status>\d+)'
@@ -108,36 +118,62 @@ def engine_line(course: Course, line: LogLine) -> bool:
         who = f"{line.ip}:{prefix['pid']}"
         text = text[prefix.end() :]
     if (found := _FREED.search(text)) is not None:
-        rank = course.rank(who, line.rank or _tp(line.text), "engine")
+        rank = _rank(course, line, who)
         freed, held = float(found["freed"]), float(found["held"])
         course.turn(rank, "sleep")
         course.put(rank, "sleep", "end", line, freed_gib=freed, held_gib=held)
         return True
     if (found := _AWAKE.search(text)) is not None:
-        rank = course.rank(who, line.rank, "engine")
+        rank = _rank(course, line, who)
         tags = _tags(found["tags"])
-        course.put(rank, "wake_up", "end", line, tags=tags, took_s=float(found["took"]))
+        for each in (rank, *course.moved_by(line)):
+            course.put(each, "wake_up", "end", line, tags=tags, took_s=float(found["took"]))
+        return True
+    if (found := _DISCARDED.search(text)) is not None:
+        tags = _tags(found["tags"])
+        for each in (_rank(course, line, who), *course.moved_by(line)):
+            course.put(each, "sleep", "end", line, tags=tags, content_lost=tags)
         return True
     if (found := _ASLEEP.search(text)) is not None:
-        rank = course.rank(who, line.rank, "engine")
+        rank = _rank(course, line, who)
         course.put(rank, "sleep_all_workers", "progress", line, took_s=float(found["took"]))
         return True
     if _TWICE.search(text) is not None:
-        rank = course.rank(who, line.rank, "engine")
+        rank = _rank(course, line, who)
         course.put(rank, "sleep", "start", line, warning="already sleeping")
         course.put(rank, "sleep", "end", line)
         return True
     if (found := _NOT_ASLEEP.search(text)) is not None:
-        rank = course.rank(who, line.rank, "engine")
+        rank = _rank(course, line, who)
         tags = [found["tag"]] if found["tag"] else None
         course.put(rank, "wake_up", "start", line, tags=tags, warning=text.strip()[-120:])
         course.put(rank, "wake_up", "fail", line, error="not sleeping: woke nothing")
         return True
     if _RESET.search(text) is not None:
-        rank = course.rank(who, line.rank, "engine")
+        rank = _rank(course, line, who)
         course.put(rank, "reset_prefix_cache", "end", line)
         return True
+    if _FLUSHED.search(text) is not None:
+        course.put(_rank(course, line, who), "flush_cache", "end", line)
+        return True
+    if (found := _NOT_FLUSHED.search(text)) is not None:
+        attrs = {"queued": int(found["queued"]), "running": int(found["running"])}
+        rank = _rank(course, line, who)
+        course.put(rank, "flush_cache", "fail", line, error="pending requests", **attrs)
+        return True
+    if _NOT_RESET.search(text) is not None:
+        rank = _rank(course, line, who)
+        course.put(rank, "reset_prefix_cache", "fail", line, error=text.strip()[-200:])
+        return True
     return _http(course, line, text, who)
+
+
+def _rank(course: Course, line: LogLine, who: str) -> int:
+    """The rank of an engine's process: what it is called, where its worker has a number."""
+    worker = worker_of(line)
+    rank = course.rank(who, line.rank if line.rank is not None else _tp(line), "engine")
+    course.engine(rank, worker)
+    return rank
 
 
 def _http(course: Course, line: LogLine, text: str, who: str) -> bool:
@@ -180,6 +216,7 @@ def _tags(text: str | None) -> list[str] | None:
     return words or None
 
 
-def _tp(text: str) -> int | None:
-    found = _TP.search(text)
+def _tp(line: LogLine) -> int | None:
+    """The number of a tensor-parallel worker: vLLM's `Worker_TP2`, SGLang's `[... TP2]`."""
+    found = _TP.search(line.actor) or _TP.search(line.text[:80])
     return int(found["tp"]) if found else None

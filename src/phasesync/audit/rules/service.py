@@ -9,7 +9,13 @@ from typing import Final
 from phasesync.audit.answer import FAILED, SUSPECTED, Finding
 from phasesync.audit.events import Event, Name, number
 from phasesync.audit.facts import WAITING, Facts, Open, group_of, is_timeout, ranks_in
-from phasesync.audit.vocabulary import is_idle_error, is_memory_error, is_unroutable_error
+from phasesync.audit.vocabulary import (
+    is_idle_error,
+    is_memory_error,
+    is_requests_error,
+    is_unroutable_error,
+)
+from phasesync.audit.waits import unrecovered
 
 __all__ = ("AllRanks", "FanOut", "Quiet", "Timeouts", "Windows")
 
@@ -23,7 +29,8 @@ class Quiet:
     Sees: an admission after a pause, a closed gate or a finished drain on that rank; requests that
     a pause put back into the queue; serving that goes on; each followed by a drain, flush or
     release there that fails, times out or never ends; serving that a release of its memory
-    overtook, and that then died. Admissions that are parked or rejected, or
+    overtook, and that then died; such a step that fails and says itself that requests were
+    there. Admissions that are parked or rejected, or
     that nothing needs idle for, are legal. Cannot see: a gate that no line tells. Sources: verl PR
     7511, SGLang PR 32153, vLLM RFC 51476.
     """
@@ -38,6 +45,7 @@ class Quiet:
         self._admitted: dict[Name, Event] = {}
         self._queued: dict[Name, Event] = {}
         self._blocked: list[tuple[Event, Event, str]] = []
+        self._said: list[tuple[Event, Event]] = []
         self._found: list[Finding] = []
 
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
@@ -82,11 +90,21 @@ class Quiet:
 
     def _failed(self, event: Event, start: Open | None) -> None:
         cause = self._admitted.get(event.rank)
+        began = start.event if start is not None else event
         if cause is not None and start is not None and cause.at > start.event.at:
             self._blocked.append((start.event, cause, "known"))
+        elif is_requests_error(event.attrs.get("error")) and not any(
+            step is began for step, _, _ in self._blocked
+        ):
+            self._said.append((began, event))
 
     def finish(self, facts: Facts) -> list[Finding]:
         found = []
+        for step, failed in self._said[:_KEPT]:
+            if unrecovered(failed, facts) is None:
+                continue  # It was tried again, and went well.
+            why = f"{step.phase} needs the engine idle, and it was not: {failed.attrs.get('error')}"
+            found.append(Finding.on("R-QUIET", step, why, failed))
         for step, cause, how in self._blocked:
             outcome = facts.outcome(step)
             if how == "running" and _died_under(cause, step, facts):
