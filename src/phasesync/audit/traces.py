@@ -112,7 +112,9 @@ def _source(said: object) -> tuple[str, int] | None:
     if not isinstance(said, str) or len(said) > 4096:
         return None
     file, _, line = said.rpartition(":")
-    return (file, int(line)) if file and line.isascii() and line.isdigit() else None
+    return (
+        (file, int(line)) if file and line.isascii() and line.isdigit() and len(line) < 10 else None
+    )
 
 
 class Trace:
