@@ -325,12 +325,14 @@ class Left(NamedTuple):
 
 
 class Process(NamedTuple):
-    """A line of `pids`: which process a rank is, and when that started."""
+    """A line of `pids`: which process a rank is, when that started, and where one may hold a
+    connection to it from another host."""
 
     rank: Rank
     incarnation: int
     pid: int
     started: int
+    address: str = ""
 
     def line(self) -> bytes:
         return wire.encode([*self.rank, *self[1:]]) + b"\n"

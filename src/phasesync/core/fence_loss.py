@@ -5,7 +5,7 @@ the loss down first and then looks at every scope; a member says where it waits 
 looks at the losses. So one of the two sees the other, and nobody waits for a deadline.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from phasesync.core import wire
 from phasesync.core.fence import (
@@ -56,6 +56,7 @@ __all__ = (
     "reporting",
     "reporting_death",
     "sweeping",
+    "wards",
 )
 
 REPORTER = "observer"
@@ -185,7 +186,7 @@ def _call(space: Space, scope: str, generation: int, members: tuple[Rank, ...]) 
 
 
 def announcing(space: Space, host: str, process: Process) -> Steps:
-    """Say which process of which host this rank is; returns who else is on the host."""
+    """Say which process of which host this rank is; returns who is near, as `neighbours`."""
     known = yield Read(space.pids(host))
     if known is None:
         yield Append(space.hosts, host.encode() + b"\n")
@@ -194,8 +195,25 @@ def announcing(space: Space, host: str, process: Process) -> Steps:
 
 
 def neighbours(space: Space, host: str) -> Steps:
-    """The processes of a host that have announced themselves."""
-    return Process.lines((yield Read(space.pids(host))))
+    """The processes that have announced themselves: of this host, and of the hosts before and
+    after it in a ring of all."""
+    here = Process.lines((yield Read(space.pids(host))))
+    hosts = sorted(set(((yield Read(space.hosts)) or b"").decode().split()))
+    near: list[Process] = []
+    if host in hosts:
+        at = hosts.index(host)
+        for other in sorted({hosts[at - 1], hosts[(at + 1) % len(hosts)]} - {host}):
+            near += Process.lines((yield Read(space.pids(other))))
+    return here, near
+
+
+def wards(me: Rank, here: Sequence[Process], near: Sequence[Process]) -> list[Process]:
+    """Which processes of the hosts nearby this rank watches: its host shares them out."""
+    ranks = sorted({process.rank for process in here})
+    if me not in ranks:
+        return []
+    mine = ranks.index(me)
+    return [process for n, process in enumerate(near) if n % len(ranks) == mine]
 
 
 def reporting_death(space: Space, lost: Lost) -> Steps:

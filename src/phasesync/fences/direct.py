@@ -201,6 +201,13 @@ class DirectLine(asyncio.Protocol):
         elif self._transport is not None:
             self._go(None)
 
+    @property
+    def local_host(self) -> str | None:
+        """The address of this end, once there is a connection."""
+        if self._transport is None:
+            return None
+        return str(self._transport.get_extra_info("sockname")[0])
+
     def stop(self) -> None:
         """Cut the connection, whatever it waits for."""
         self._stopping = True

@@ -322,10 +322,20 @@ class Lines:
                 self._all.append(line)
                 self._idle.append(line)
 
+    @property
+    def local_host(self) -> str | None:
+        """The address of this host that the store's host is reached from, where known."""
+        direct = (line for line in self._all if isinstance(line, DirectLine))
+        return next((host for line in direct if (host := line.local_host)), None)
+
+    def tell(self, steps: Steps) -> None:
+        """Perform steps of which nobody waits for the end."""
+        self.submit(steps).add_done_callback(_read)
+
     def submit_spare(self) -> None:
         """Open a line ahead."""
         ready = asyncio.get_running_loop().create_future()
-        ready.add_done_callback(lambda done: done.cancelled() or done.exception())
+        ready.add_done_callback(_read)
         self._open().give(Job(nothing(), ready))
 
     def done(
@@ -433,6 +443,12 @@ def _agrees(client: Client, key: str, nonce: bytes) -> bool:
     client.perform(Delete(f"{key}/other"))
     client.perform(Delete(key))
     return bool(other == nonce + nonce)
+
+
+def _read(done: "asyncio.Future[Any]") -> None:
+    """Leave no error unread that is nobody's: a store that is lost is found lost by who waits."""
+    if not done.cancelled():
+        done.exception()
 
 
 def nothing() -> Steps:

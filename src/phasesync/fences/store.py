@@ -24,6 +24,7 @@ from phasesync.core.fence_loss import (
     reporting,
     reporting_death,
     sweeping,
+    wards,
 )
 from phasesync.core.fence_steps import (
     VERDICTS_KEPT,
@@ -55,6 +56,7 @@ from phasesync.fences.jobs import settle
 from phasesync.fences.lines import GRACE_S, LINES_AT_START, Lines, has_sockets, nothing
 from phasesync.fences.neighbours import Neighbours, host_id, started_at, state_of
 from phasesync.fences.pulse import Pulse
+from phasesync.fences.wards import Wards
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -223,7 +225,8 @@ class StoreFences:
 
     The store is cloned where it can be; it stays the caller's own. `token` keeps out ranks of
     another run that has the same name on the same store. With `watch_neighbours` the death of a
-    rank on this host breaks its fences at once; on another host somebody there has to see it.
+    rank breaks its fences at once: the kernel tells of processes of this `host`, connections of
+    those of the hosts next to it.
     Where the runtime is at work each rank beats every `heartbeat_s`, over a TCPStore.
     """
 
@@ -237,6 +240,7 @@ class StoreFences:
         attempt: int = 0,
         token: str = "",
         watch_neighbours: bool = True,
+        host: str | None = None,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.rank = rank
@@ -254,7 +258,8 @@ class StoreFences:
         self._lines = Lines(store, f"phasesync.{run}.{rank}")
         self._slots: dict[FenceKey, _Slot] = {}
         self._scopes: dict[str, _Scope] = {}
-        self._host = host_id() if watch_neighbours else ""
+        self._host = (host or host_id()) if watch_neighbours else ""
+        self._wards = Wards(self._space.root, self._lost_abroad)
         self._neighbours = Neighbours(self._gone)
         self._pids: dict[Rank, int] = {}
         self._look: asyncio.TimerHandle | None = None
@@ -275,9 +280,11 @@ class StoreFences:
         self.boot, *_ = await asyncio.gather(first, *others)
         started = started_at(os.getpid())
         if self._host and started is not None:
-            me = Process(self.rank, self._incarnation, os.getpid(), started)
+            where = self._lines.local_host
+            address = await self._wards.listen(where, self.rank, self._incarnation) if where else ""
+            me = Process(self.rank, self._incarnation, os.getpid(), started, address)
             announced = announcing(self._space, self._host, me)
-            self._meet(await self._lines.ask(announced, CONNECT_S))
+            self._meet(*await self._lines.ask(announced, CONNECT_S))
         if self._probe is not None and has_sockets(self._store):
             self._pulse = Pulse(self._store, self._space, self.rank, self._probe, self._heartbeat_s)
 
@@ -348,16 +355,20 @@ class StoreFences:
             peers = max((len(scope.members) for scope in self._scopes.values()), default=1)
             with suppress(StoreLost):
                 await self._lines.ask(leaving(self._space, self.rank, used, peers=peers))
+        await self._wards.close()  # Whoever watches this rank finds by now that it has left.
         await self._lines.close()
 
-    def _meet(self, processes: list[Process]) -> None:
-        """Watch who is on this host, and look again for who has come since: before a fence of all
-        has opened, somebody may not have started yet."""
-        for process in processes:
+    def _meet(self, here: list[Process], near: list[Process]) -> None:
+        """Watch who is on this host, and this rank's share of those nearby; look again for who has
+        come since: before a fence of all has opened, somebody may not have started yet."""
+        for process in here:
             if process.rank != self.rank and process.pid != os.getpid():
                 who = (process.rank, process.incarnation)
                 self._pids[process.rank] = process.pid
                 self._neighbours.watch(who, process.pid, process.started)
+        for process in wards(self.rank, here, near):
+            if process.address:
+                self._wards.watch(process.rank, process.incarnation, process.address)
         loop = asyncio.get_running_loop()
         if not any(scope.opened is not None for scope in self._scopes.values()):
             self._look = loop.call_later(HEARTBEAT_S, self._look_again)
@@ -365,18 +376,25 @@ class StoreFences:
     def _look_again(self) -> None:
         def met(looking: "asyncio.Future[Any]") -> None:
             if not looking.cancelled() and looking.exception() is None:
-                self._meet(looking.result())
+                self._meet(*looking.result())
 
         if self._lines.lost is None:
             self._lines.submit(neighbours(self._space, self._host)).add_done_callback(met)
 
+    def _lost_abroad(self, rank: Rank, incarnation: int, kind: str, why: str) -> None:
+        """A connection to a process of another host has ended."""
+        self._report_death(rank, incarnation, RootCause(kind=kind, ranks=(rank,), error=why))
+
     def _gone(self, who: tuple[Rank, int], pid: int) -> None:
         """The kernel says that a neighbour has ended."""
         rank, incarnation = who
+        cause = RootCause(kind="dead", ranks=(rank,), error=f"its process {pid} is gone")
+        self._report_death(rank, incarnation, cause)
+
+    def _report_death(self, rank: Rank, incarnation: int, cause: RootCause) -> None:
         if self._lines.lost is None:
-            cause = RootCause(kind="dead", ranks=(rank,), error=f"its process {pid} is gone")
             lost = Lost(rank=rank, incarnation=incarnation, cause=cause)
-            self._lines.submit(reporting_death(self._space, lost))
+            self._lines.tell(reporting_death(self._space, lost))
             for slot in self._slots.values():
                 self._submit_ask(slot.call)
 
@@ -470,7 +488,7 @@ class StoreFences:
         now = asyncio.get_running_loop().time()
         if self.beats and self._lines.lost is None and now - self._asked_at >= ASK_AGAIN_S:
             self._asked_at = now
-            self._lines.submit(asking(self._space, call, "break"))
+            self._lines.tell(asking(self._space, call, "break"))
 
     def give_up(self, call: FenceCall) -> StoreLost:
         """The store has had its time after the deadline, too."""
