@@ -309,7 +309,7 @@ _UNROUTABLE: Final = _matcher(
     r"not.?implemented|unimplemented|none.?type.{0,40}attribute|no.?control|unsupported"
     r"|not.?supported|no.?(route|path|handler|method|such(?!.file)"
     r"|endpoint|server|listener|receiver)|unknown.?(command|method|rank|target|op)|unreachable"
-    r"|attribute.?error|no.?attribute|(?<!file)not.?found|\b404\b|\b405\b|\b501\b|not.?registered"
+    r"|attribute.?error|no.?attribute|(?<!file)(?<!file\W)(?<!file_)not.?found|\b404\b|\b405\b|\b501\b|not.?registered"
 )
 _REQUESTS: Final = _matcher(
     r"pending.?req|req\w*.{0,12}pending|running.?req|not.?(fully.?)?idle|in.?flight|not.?freed.?yet"

@@ -37,7 +37,19 @@ class Quiet:
 
     rule = "R-QUIET"
     wants = frozenset(
-        {"pause", "close", "open", "resume_gen", "admit", "drain", "flush", "release", "serve"}
+        {
+            "pause",
+            "close",
+            "open",
+            "resume_gen",
+            "admit",
+            "drain",
+            "flush",
+            "release",
+            "serve",
+            "acquire",
+            "write",
+        }
     )
 
     def __init__(self) -> None:
@@ -70,12 +82,29 @@ class Quiet:
                     self._admitted.pop(rank, None)
             case "serve", "end":
                 self._queued.pop(rank, None)
+            case "acquire", "end":
+                self._shut.pop(rank, None)  # Some engines go on by themselves once they are awake.
+            case "write", "start" if rank in self._shut:
+                self._updated(event, facts)
             case (("drain" | "flush" | "release"), "start"):
                 self._step(event, facts)
             case (("drain" | "flush" | "release"), ("fail" | "timeout" | "exit")):
                 self._failed(event, start)
             case _:
                 pass
+
+    def _updated(self, event: Event, facts: Facts) -> None:
+        """Weights change under a request that began after the pause."""
+        shut = self._shut[event.rank]
+        for each in facts.ranks[event.rank].opened("serve"):
+            if each.event.at > shut.at and len(self._found) < _KEPT:
+                why = f"rank {event.rank} began {each.event.phase} after {shut.phase}, and"
+                self._found.append(
+                    Finding.on(
+                        "R-QUIET", each.event, f"{why} {event.phase} runs under it", event, shut
+                    )
+                )
+                return
 
     def _step(self, event: Event, facts: Facts) -> None:
         if len(self._blocked) >= _KEPT:
@@ -99,7 +128,7 @@ class Quiet:
             self._said.append((began, event))
 
     def finish(self, facts: Facts) -> list[Finding]:
-        found = []
+        found = list(self._found)
         for step, failed in self._said[:_KEPT]:
             if unrecovered(failed, facts) is None:
                 continue  # It was tried again, and went well.
@@ -370,10 +399,30 @@ class AllRanks:
             and (is_memory_error(failure.attrs.get("error")) or failure.action == "serve")
         ]
         habit = [rank for rank in missing if rank in usual and rank not in silent]
-        if not harmed and not (habit and facts.failures_after(ended.at)):
+        unaware = [rank for rank in habit if self._went_on(rank, first, ended, facts)]
+        if not harmed and not unaware and not (habit and facts.failures_after(ended.at)):
             return None
         guilty = tuple(rank for rank in missing if rank not in silent)
         return Finding.on("R-ALLRANKS", ended, because, went_on, *harmed[:2], guilty=guilty)
+
+    def _went_on(self, rank: Name, first: Event, ended: Event, facts: Facts) -> bool:
+        """Whether a rank that always did this step wrote its weights in this epoch without it.
+
+        Whoever does not write at all may have its turn later.
+        """
+        wrote = [
+            event
+            for event in facts.ranks[rank].started(first.epoch).values()
+            if event.action == "write"
+        ]
+        if first.action in ("pause", "begin"):
+            return any(event.at > ended.at for event in wrote)
+        served = facts.ranks[rank].started(first.epoch).values()
+        return (
+            first.action == "flush"
+            and bool(wrote)
+            and any(event.action == "serve" and event.at > ended.at for event in served)
+        )
 
 
 class Timeouts:

@@ -203,6 +203,7 @@ class Prerequisites:
         self._dead: dict[tuple[Name, str], Event] = {}
         self._joining: dict[tuple[Name, str], Event] = {}
         self._session: dict[Name, bool] = {}
+        self._inside: set[tuple[Name, str]] = set()
         self._sessions_seen: Event | None = None
         self._version: dict[Name, float] = {}
         self._sure: list[Finding] = []
@@ -291,8 +292,16 @@ class Prerequisites:
                 Finding.on("R-PREREQ", event, f"rank {event.rank} entered {event.phase}: {why}")
             )
             return
-        if event.action == "write" and not self._session.get(event.rank, False):
+        if event.action == "write" and self._session.get(event.rank, False):
+            self._inside.add((event.rank, event.phase))
+        elif event.action == "write":
             seen = self._sessions_seen
+            if seen is not None and (event.rank, event.phase) in self._inside:
+                why = "no update session is open, as there was whenever it did this before"
+                self._sure.append(
+                    Finding.on("R-PREREQ", event, f"rank {event.rank}: {event.phase}: {why}", seen)
+                )
+                return
             if seen is not None:
                 why = "no update session is open on this rank"
                 finding = Finding.on(
