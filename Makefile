@@ -78,13 +78,16 @@ $(VLLM)/.ready-$(PINS):
 	@$(VLLM)/bin/python $(PIP) --no-deps -e .
 	@rm -f $(VLLM)/.ready-* && touch $@
 
-# Two releases of verl, each in an environment of its own, over one of what they import on a CPU.
+# Three releases of verl, each in an environment of its own, over one of what they import on a CPU.
 # The runs end with a table: each fault, what stock verl does, what verl with phasesync does.
 # SkyRL asks for a newer Python than the rest; its own code runs here.
-test-verl: $(VERL)-0.9.0/.ready-$(PINS) $(VERL)-0.9.1/.ready-$(PINS) $(VENVS)/skyrl/.ready-$(PINS)
+test-verl: $(VERL)-0.8.0/.ready-$(PINS) $(VERL)-0.9.0/.ready-$(PINS) $(VERL)-0.9.1/.ready-$(PINS) $(VENVS)/skyrl/.ready-$(PINS)
 	@rm -f $(VERL)/table
+	PHASESYNC_TABLE=$(VERL)/table $(VERL)-0.8.0/bin/python -m pytest $(VERL_ARGS) tests/verl/test_ab.py \
+	  tests/verl/test_calls.py tests/verl/test_example.py $(TEST_ARGS)
 	PHASESYNC_TABLE=$(VERL)/table $(VERL)-0.9.0/bin/python -m pytest $(VERL_ARGS) tests/verl $(TEST_ARGS)
-	PHASESYNC_TABLE=$(VERL)/table $(VERL)-0.9.1/bin/python -m pytest $(VERL_ARGS) tests/verl $(TEST_ARGS)
+	PHASESYNC_TABLE=$(VERL)/table $(VERL)-0.9.1/bin/python -m pytest $(VERL_ARGS) tests/verl \
+	  tests/integrations/test_nemo_rl.py $(TEST_ARGS)
 	PHASESYNC_TABLE=$(VERL)/table $(VENVS)/skyrl/bin/python -m pytest $(VERL_ARGS) tests/skyrl $(TEST_ARGS)
 	@$(VERL)/bin/python -m tests.verl.table $(VERL)/table
 

@@ -12,6 +12,7 @@ import pytest
 from phasesync.errors import EpochFailed
 from phasesync.integrations.nemo_rl import FencedSynchronizer
 from phasesync.report.audit import audit_paths
+from tests.verl.table import row
 
 #: nemo_rl/weight_sync/interfaces.py
 INTERFACE = {
@@ -98,6 +99,8 @@ def test_kv_returns_on_weights_that_did_not_come_only_to_be_released_with_them(
     assert caught.value.can_retry
     kv = "generation.prepare_for_generation kv_cache"
     assert calls.count(kv) == kv_too
+    stock = "KV is woken in a finally" if kv_too else "goes on: the answer is not read"
+    row("NeMo-RL 00fa128", why, stock, "raises, stays stale, may retry", how="written down")
     recovery = ["policy.offload_after_refit", *([kv] * kv_too), "generation.finish_generation"]
     assert calls[-len(recovery) :] == recovery
     synchronizer.shutdown()

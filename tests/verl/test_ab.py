@@ -23,7 +23,7 @@ def both(fault: str, job: Job, tmp_path: Path, *, within_s: float) -> tuple[Outc
     """The same job under stock verl and under phasesync, and their row of the table."""
     stock = run(job, tmp_path / "stock", within_s=within_s)
     fenced = run(replace(job, mode="enforce"), tmp_path / "fenced", within_s=60)
-    row(RELEASE, fault, stock.line, fenced.line)
+    row(f"verl {RELEASE}", fault, stock.line, fenced.line)
     return stock, fenced
 
 
@@ -109,7 +109,12 @@ def test_observe_finds_the_race_and_leaves_the_job_alone(tmp_path: Path) -> None
     assert watched.outcomes() == stock.outcomes()
     assert [said.calls for said in watched.said] == [said.calls for said in stock.said]
     found = verdict(watched.runs)
-    row(RELEASE, "the same, observed", stock.line, f"audit: {found.verdict} {found.rule or ''}")
+    row(
+        f"verl {RELEASE}",
+        "the same, observed",
+        stock.line,
+        f"audit: {found.verdict} {found.rule or ''}",
+    )
     if HAS_BARRIER:
         assert found.verdict == "ok"
     else:

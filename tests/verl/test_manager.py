@@ -147,7 +147,7 @@ def test_a_failure_leaves_no_replica_without_kv(mode: str, fails_in: str, genera
     assert replica.generates is generates, "partial weights serve nobody"
     assert log.count("finalize") == 1
     if fails_in == "update_weights" and len(_rows) == 2:
-        row(RELEASE, "disaggregated: the transfer raises", _rows["off"], _rows["enforce"])
+        row(f"verl {RELEASE}", "disaggregated: the transfer raises", _rows["off"], _rows["enforce"])
 
 
 _rows: dict[str, str] = {}

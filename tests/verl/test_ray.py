@@ -73,7 +73,12 @@ def test_late_then_failing_then_well_again(tmp_path: Path) -> None:
     workers.sleep()
     found = verdict(tmp_path / "runs")
     assert (found.verdict, found.guilty) == ("failure", ("trainer/1",))
-    row(RELEASE, "Ray actors: rank 1 raises in offload", "(as above)", "all stop, then sync again")
+    row(
+        f"verl {RELEASE}",
+        "Ray actors: rank 1 raises in offload",
+        "(as above)",
+        "all stop, then sync again",
+    )
 
 
 def test_a_plan_that_changes_between_syncs(tmp_path: Path) -> None:

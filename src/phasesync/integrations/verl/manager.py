@@ -126,8 +126,13 @@ class Disaggregated:
     def _connect(self) -> None:
         self._manager.build_process_group(self._rollout)
 
+    def _actors(self) -> Any:
+        """The trainers' worker group; verl 0.8 calls it otherwise."""
+        found = getattr(self._manager, "actor_wg", None)
+        return self._manager.trainer if found is None else found
+
     def _transfer(self) -> None:
-        actors, backend = self._manager.actor_wg, self._manager.backend
+        actors, backend = self._actors(), self._manager.backend
         calls = actors.update_weights(global_steps=self._global_steps, mode=backend)
         calls = calls + self._rollout.update_weights(global_steps=self._global_steps)
         ray = self._module.ray
@@ -142,7 +147,7 @@ class Disaggregated:
                 self._metrics.update(result)
 
     def _finalize(self) -> None:
-        actors, rollout = self._manager.actor_wg, self._rollout
+        actors, rollout = self._actors(), self._rollout
         self._module.ray.get(
             actors.execute_checkpoint_engine(["finalize"] * actors.world_size)
             + rollout.execute_checkpoint_engine(["finalize"] * rollout.world_size)
