@@ -133,7 +133,7 @@ class WorkerDict:
                 await engine.wake_up.remote(tags=tags)
 
         run.worker.rollout.resume = resume
-        for module in list(ranks._modules_with_device()):
+        for module in list(ranks.modules_with_device()):
             module.get_torch_device = lambda: device
         ew.set_expandable_segments = lambda on: None
         self._method = ew.ActorRolloutRefWorker.update_weights

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.verl.verdict import verdict
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "verl_update_weights.py"
 
 
@@ -24,5 +22,6 @@ def test_the_example_syncs_fails_and_syncs_again(tmp_path: Path) -> None:
     assert [sync.count("resume ['kv_cache']") for sync in syncs[:2]] == [1, 0]
     assert "failed: offload: the host has no memory left" in syncs[1]
     assert "update_weights" in syncs[2]
-    found = verdict(tmp_path / "runs")
-    assert (found.verdict, found.phase, found.guilty) == ("failure", "offload", ("trainer/0",))
+    journal = (tmp_path / "runs" / "job" / "trainer-0.0.jsonl").read_text()
+    assert journal.count('"event":"epoch.end","level":"info"') == 2
+    assert journal.count('"event":"phase.fail"') == 1
