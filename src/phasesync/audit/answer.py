@@ -211,6 +211,7 @@ class Answer:
             "consequences": list(self.consequences),
             "record_next": list(self.record_next),
             "findings": [dict(finding) for finding in self.findings],
+            **self.extra,
         }
 
 

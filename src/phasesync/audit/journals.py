@@ -4,7 +4,8 @@ What a journal says is believed; what it lacks is a finding. A rank whose log is
 never covered by an `ok`, and is the first suspect of whatever it was needed for.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -135,6 +136,7 @@ class JournalAudit:
         names = tuple(sorted(set(members)))
         header = Header(name=run, ranks=names, roles={n: n.rpartition("/")[0] for n in names})
         self.run = run
+        self._run: object = None
         self.conformance = Conformance(protocol) if declared else None
         self.audit = Audit(header, DECLARED) if declared else Audit(header)
         self.clocks = Clocks()
@@ -151,6 +153,7 @@ class JournalAudit:
         self._names: dict[tuple[str, int], str] = {}
         self._planned = False
         self._incomplete: set[str] = set()
+        self._hosts: dict[str, str] = {}
         self._begins: dict[str, tuple[int, Evidence]] = {}
         self._kept: dict[str, int] = {}
         self._luck: Luck | None = None
@@ -166,6 +169,8 @@ class JournalAudit:
             return
         name = self._names.get((role, number_)) or self._name((role, number_))
         where = Evidence(file, number)
+        if (run := line.get("run")) != self._run and not self._is_of_it(run, name, where):
+            return
         event = line.get("event")
         rank = self._ranks[name]
         seq = line.get("seq")
@@ -183,6 +188,15 @@ class JournalAudit:
                 self.conformance.see(at, where, line)
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             self._note(f"a field of the line is not what it should be ({error})", where, SUSPECTED)
+
+    def _is_of_it(self, run: object, name: str, where: Evidence) -> bool:
+        """Whether a line belongs to this run; the first one says what it is called."""
+        if self._run is None:
+            self._run = run
+        if run == self._run or run is None:
+            return True
+        self._note(f"lines of run {text_of(run, 80)!r} in the journal of {name}", where, SUSPECTED)
+        return False
 
     def _name(self, key: tuple[str, int]) -> str:
         name = self._names[key] = f"{text_of(key[0], 60)}/{key[1]}"
@@ -463,7 +477,7 @@ class JournalAudit:
                 self._note("a judged list that is none", where, SUSPECTED)
                 return
             own = arrived.get(str(row[0]))
-            if own is not None and row[2] == "ok" and own[1][1:4] != row[1:4]:
+            if own is not None and row[2] == "ok" and own[1][1 : len(row)] != row[1:]:
                 what = f"it judged {row[0]} by an arrival that is not in that rank's journal"
                 self.audit.add(self._split(at, line, what, where, own[0]))
         known = self._hashes.get(instance)
@@ -543,6 +557,11 @@ class JournalAudit:
                 facts.members[f"{group}/{index}"] = inside
         for each in names:
             facts.rank(each)
+        devices, place = line.get("devices"), line.get("place")
+        if isinstance(devices, list) and isinstance(place, list):
+            for each, on in zip(names, place, strict=False):
+                if type(on) is int and 0 <= on < len(devices):
+                    self._hosts[each] = str(devices[on]).rpartition("/")[0]
 
     def _start(
         self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
@@ -601,7 +620,9 @@ class JournalAudit:
         for finding in self.clocks.findings():
             self.audit.add(finding)
         self.audit.facts.skews = self.clocks.skews()
-        return self.audit.answer(run=self.run)
+        answer = self.audit.answer(run=self.run)
+        skews = [each.to_json() for each in self.clocks.skews()]
+        return replace(answer, extra={"clocks": skews}) if skews else answer
 
     def _believed(self, finding: Finding) -> Finding:
         """What the kernel found, unless a line that it needed may be missing."""
@@ -730,19 +751,13 @@ class JournalAudit:
         blamed = {name for cause in self._causes for name in cause.ranks}
         for _, line, _ in self._causes.values():
             blamed |= set(map(str, line.get("missing") or ()))
-        for name in sorted(str(each) for each in expected):
-            rank = self._ranks.get(name)
+        names = sorted(str(each) for each in expected)
+        known = {name: self._ranks.get(name) for name in names}
+        lost = [name for name, rank in known.items() if rank is None or rank.last is None]
+        self._incomplete.update(lost)
+        found += self._lost(lost)
+        for name, rank in known.items():
             if rank is None or rank.last is None:
-                self._incomplete.add(name)
-                found.append(
-                    Finding(
-                        rule="R-DUMPSET",
-                        strength=SUSPECTED,
-                        at=-1,
-                        because=f"the journal of {name} is missing",
-                        record_next=(f"the journal of {name}",),
-                    )
-                )
                 continue
             if rank.exit is not None or name in blamed:
                 continue
@@ -751,6 +766,33 @@ class JournalAudit:
             if (rank.epoch or 0) < ahead or others_left:
                 found.append(self._cut_short(name, rank))
         return found
+
+    def _lost(self, names: Sequence[str]) -> list[Finding]:
+        """Journals that are not here, those of a whole host together."""
+        every = Counter(self._hosts.values())
+        here = Counter(self._hosts[name] for name in names if name in self._hosts)
+        whole = {host for host, count in here.items() if host and count == every[host]}
+        what = {
+            f"every journal of host {text_of(host, 80)} is missing": tuple(
+                name for name in names if self._hosts.get(name) == host
+            )
+            for host in sorted(whole)
+        }
+        what |= {
+            f"the journal of {name} is missing": (name,)
+            for name in names
+            if self._hosts.get(name) not in whole
+        }
+        return [
+            Finding(
+                rule="R-DUMPSET",
+                strength=SUSPECTED,
+                at=-1,
+                because=because + (f" ({', '.join(ranks[:8])})" if len(ranks) > 1 else ""),
+                record_next=tuple(f"the journal of {name}" for name in ranks[:8]),
+            )
+            for because, ranks in what.items()
+        ]
 
     def _cut_short(self, name: str, rank: _Rank) -> Finding:
         where = f" in {rank.phase}" if rank.phase else ""

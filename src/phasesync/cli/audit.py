@@ -176,15 +176,38 @@ def import_(
     type=click.Path(path_type=Path, dir_okay=False),
     help="RUN.pack.tar.zst, .gz or plain .pack.tar; left out, RUN.pack.tar.gz.",
 )
+@click.option(
+    "--ray", "over_ray", is_flag=True, help="Ask every node of a Ray cluster for its part."
+)
+@click.option("--address", help="The Ray cluster's; left out, the one this machine is in.")
 @as_json_option
-def collect(run: Path, *, output: Path | None, as_json: bool) -> None:
-    """Pack the journals of the folder RUN into one file, with what should be in it."""
+def collect(
+    run: Path, *, output: Path | None, over_ray: bool, address: str | None, as_json: bool
+) -> None:
+    """Pack the journals of the folder RUN into one file, with what should be in it.
+
+    On a shared folder once; with --ray on all nodes of a cluster; else once a machine, and
+    `phasesync audit` is given all packs.
+    """
     from phasesync import logs
 
     out = output or run.with_name(f"{run.name}.pack.tar.gz")
-    manifest = logs.collect(run, out)
+    manifest = _over_ray(run, out, address) if over_ray else logs.collect(run, out)
     if as_json:
         print_json(manifest)
         return
-    hosts = manifest["hosts"]
-    click.echo(f"{out}: journals of {len(hosts)} hosts; next: phasesync audit {out}")
+    hosts, files = manifest["hosts"], manifest["files"]
+    lines = sum(each["lines"] for each in files)
+    click.echo(f"{out}: {len(files)} journals of {len(hosts)} hosts, {lines:,} lines")
+    for name, node in manifest.get("nodes", {}).items():
+        if not node["files"]:
+            click.echo(f"nothing from {name}: {node['why']}", err=True)
+    click.echo(f"next: phasesync audit {out}")
+
+
+def _over_ray(run: Path, out: Path, address: str | None) -> dict[str, Any]:
+    try:
+        from phasesync.integrations.ray_collect import collect_over_ray
+    except ModuleNotFoundError as error:
+        raise click.UsageError("--ray needs: pip install 'phasesync[ray]'") from error
+    return collect_over_ray(run, out, address=address)

@@ -10,7 +10,7 @@ import io
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Final, cast
@@ -25,13 +25,17 @@ __all__ = ("PACKED", "collect", "unpacked")
 PACKED: Final = (".pack.tar", ".pack.tar.gz", ".pack.tar.zst")
 _PACK: Final = 1
 _MANIFEST: Final = "pack.json"
+_BOOT_WITHIN: Final = 64  # lines; the first fence tells the boot of the store
 
 
-def collect(run: Path, out: Path) -> dict[str, Any]:
+def collect(
+    run: Path, out: Path, *, nodes: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, Any]:
     """Pack the journals of the folder `run` into the file `out`; the pack's manifest.
 
     The manifest counts files and lines per host, with the boots seen and what turns each host's
-    monotonic clock into wall time, so that who reads the pack knows what should be in it.
+    monotonic clock into wall time, so that who reads the pack knows what should be in it. `nodes`
+    is what is known of the machines that were asked for them.
 
     Raises:
         LogError: there is no journal, or `out` cannot be written.
@@ -41,7 +45,7 @@ def collect(run: Path, out: Path) -> dict[str, Any]:
     files = [each for each in sources([run]) if each.kind == "journal"]
     if not files:
         raise LogError(f"{run}: no journal in this folder")
-    manifest = _manifest(run, files)
+    manifest = _manifest(run, files) | ({"nodes": nodes} if nodes is not None else {})
     beside = [each for each in sorted(run.glob("*.yaml")) if each.is_file()]
     try:
         with _writing(out) as stream, tarfile.open(fileobj=stream, mode="w|") as pack:
@@ -53,16 +57,19 @@ def collect(run: Path, out: Path) -> dict[str, Any]:
     return manifest
 
 
-def _manifest(run: Path, files: Iterable[Source]) -> dict[str, Any]:
+def _manifest(run: Path, files: Sequence[Source]) -> dict[str, Any]:
     hosts: dict[str, dict[str, Any]] = {}
     listed = []
     names: set[str] = set()
     for each in files:
         count = 0
         first: dict[str, Any] | None = None
+        boot: object = None
         for line in lines(each.path):
             count += 1
             first = first or line.data
+            if boot is None and count <= _BOOT_WITHIN and line.data is not None:
+                boot = line.data.get("boot")
         names.add(each.run)
         host = hosts.setdefault(
             str((first or {}).get("host", "")),
@@ -70,7 +77,6 @@ def _manifest(run: Path, files: Iterable[Source]) -> dict[str, Any]:
         )
         host["files"] += 1
         host["lines"] += count
-        boot = (first or {}).get("boot")
         if boot is not None and str(boot) not in host["boots"]:
             host["boots"].append(str(boot))
         if host["offset_ns"] is None and first is not None:
@@ -80,10 +86,12 @@ def _manifest(run: Path, files: Iterable[Source]) -> dict[str, Any]:
                 "name": str(each.path.relative_to(run)),
                 "lines": count,
                 "sha256": _sha256(each.path),
-                "members": list(each.members),
             }
         )
-    return {"pack": _PACK, "runs": sorted(names), "hosts": hosts, "files": listed}
+    members = sorted(set().union(*{each.members for each in files}))
+    return {
+        "pack": _PACK, "runs": sorted(names), "hosts": hosts, "members": members, "files": listed,
+    }  # fmt: skip
 
 
 def _offset(line: dict[str, Any]) -> int | None:

@@ -19,6 +19,7 @@ from phasesync.audit.replay import audit_journals
 from phasesync.core.protocol import Protocol
 from phasesync.errors import InputError, LogError, ProtocolError
 from phasesync.report.around import around
+from phasesync.report.stats import skew_lines
 from phasesync.spec import load
 
 __all__ = ("BAD", "WORST", "as_json", "as_text", "audit_paths", "audit_run", "exit_code")
@@ -216,6 +217,8 @@ def _one(answer: Answer, brief: bool) -> list[str]:
     for finding in beside[: 2 if brief else _SHOWN]:
         rule = f"{finding['rule']}: " if finding["rule"] else ""
         rows.append(f"  also {rule}{text_of(finding['what'], 300)}")
+    if not brief and all(each["least_ms"] <= 0 for each in answer.extra.get("clocks", ())):
+        rows += [f"  {row}" for row in skew_lines(answer.extra.get("clocks", ()))]
     rows += [f"  record next time: {text_of(each, 200)}" for each in answer.record_next[:4]]
     return rows
 
