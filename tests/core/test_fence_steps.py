@@ -309,6 +309,26 @@ def test_an_older_incarnation_that_leaves_last_leaves_no_key(seed: int) -> None:
     assert world.store.values == {}
 
 
+def test_a_deadline_after_the_run_was_swept_decides_nothing() -> None:
+    """An incarnation waits at the last fence while another of its rank passes, leaves, and all do."""
+    world = World(size=2, generations=2)
+    scheduler = Scheduler(world, random.Random(1))
+    for rank in world.ranks:
+        scheduler.start(str(rank), world.life(rank))
+    while scheduler.move():
+        pass
+    got: list[Any] = []
+
+    def older() -> Generator[Any, Any, Any]:
+        got.append((yield from expiring(SPACE, world.call(1), writer(world.ranks[0], 1), {})))
+
+    scheduler.start("older", older())
+    while scheduler.move():
+        pass
+    assert got == [None]
+    assert world.store.values == {}
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_deadlines_cancellations_and_deaths_never_split_a_verdict(seed: int) -> None:
     rng = random.Random(1000 + seed)

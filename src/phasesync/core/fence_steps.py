@@ -143,7 +143,8 @@ def expiring(space: Space, call: FenceCall, me: str, seen: Mapping[Rank, str]) -
 
     `seen` is what this rank knows of others, for the report on who is missing.
 
-    Returns the verdict, or None if it was tidied up long ago: the rank comes from a sleep.
+    Returns the verdict, or None if it was tidied up: the rank comes from a long sleep, or all are
+    through and have left, with another incarnation in its place.
     """
     at = space.at(call.key.scope, call.key.generation)
     count = yield Add(at.counter, 0)
@@ -151,7 +152,8 @@ def expiring(space: Space, call: FenceCall, me: str, seen: Mapping[Rank, str]) -
     if text is not None:
         return Verdict.decode(text)
     head = yield Read(space.head(call.key.scope))
-    if head is not None and int(head) > call.key.generation:
+    is_over = int(head) > call.key.generation if head else (yield Read(space.boot)) is None
+    if is_over:
         yield Delete(at.log)
         yield Delete(at.counter)
         return None

@@ -290,6 +290,7 @@ class Lines:
         self._name = name
         self._idle: list[_Line | DirectLine] = []
         self._all: list[_Line | DirectLine] = []
+        self._at_work: set[_Line | DirectLine] = set()
         self._way: Way | None = None
         self.lost: StoreLost | None = None
 
@@ -304,6 +305,8 @@ class Lines:
             future.set_exception(self.lost)
             return future
         line = self._idle.pop() if self._idle else self._open()
+        if not waits:
+            self._at_work.add(line)
         line.give(Job(steps, future))
         if waits and not self._idle:
             self.submit_spare()
@@ -347,6 +350,7 @@ class Lines:
     ) -> None:
         """A line has finished a job."""
         self._idle.append(line)
+        self._at_work.discard(line)
         settle(future, result, error)
         if error is not None and self.lost is None:
             self.abandon(str(error))
@@ -363,6 +367,14 @@ class Lines:
                 return await self.submit(steps)
         except TimeoutError:
             raise self.abandon(f"the store did not answer within {limit_s:g} s") from None
+
+    async def rest(self) -> None:
+        """Until no line is at work, but for those that wait for others: what is still under way
+        (the end of a deadline, say) would write after whatever is asked for next."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                while self._at_work and self.lost is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
 
     def abandon(self, why: str, key: FenceKey | None = None) -> StoreLost:
         """Give the store up, for good: what it decided since cannot be known."""

@@ -350,6 +350,7 @@ class StoreFences:
         self._neighbours.close()
         if self._pulse is not None:
             await self._pulse.stop()
+        await self._lines.rest()
         if self._lines.lost is None:
             used = {name: _scope_ends(scope) for name, scope in self._scopes.items()}
             peers = max((len(scope.members) for scope in self._scopes.values()), default=1)
