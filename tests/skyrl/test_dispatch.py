@@ -51,10 +51,26 @@ class Client:
         self.calls.append("increment_weight_version")
 
 
+class Actors:
+    """The policy's workers: what they are asked to move, in the client's list of calls."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def backload_to_gpu(self, **what: bool) -> None:
+        self._calls.append(f"policy onto the GPU {what}")
+
+    def offload_to_cpu(self, *_: Any, **what: bool) -> None:
+        self._calls.append(f"policy off the GPU {what}")
+
+
 class Dispatch(WorkerDispatch):  # type: ignore[misc]
     """The real dispatch over no workers: the transfer is noted, or raises."""
 
     fails = False
+
+    def empty_cache(self, model: Any = None) -> None:
+        self._inference_engine_client.calls.append(f"empty_cache {model}")
 
     def _broadcast_to_inference_engines(self, client: Any, model_id: Any = None) -> None:
         client.calls.append(f"broadcast {model_id}")
@@ -65,9 +81,14 @@ class Dispatch(WorkerDispatch):  # type: ignore[misc]
 def dispatch(way: str) -> tuple[Any, Client]:
     config = SimpleNamespace(
         trainer=SimpleNamespace(
-            placement=SimpleNamespace(colocate_all=False, colocate_policy_ref=False),
+            placement=SimpleNamespace(
+                colocate_all=way == "colocated", colocate_policy_ref=way == "colocated"
+            ),
             strategy="fsdp2",
-            policy=SimpleNamespace(model=SimpleNamespace(lora=SimpleNamespace(rank=0))),
+            policy=SimpleNamespace(
+                model=SimpleNamespace(lora=SimpleNamespace(rank=0)),
+                optimizer_config=SimpleNamespace(offload_after_step=True),
+            ),
             fully_async=SimpleNamespace(
                 enabled=way == "kv to the host", clear_kv_cache_on_weight_sync=False
             ),
@@ -79,7 +100,8 @@ def dispatch(way: str) -> tuple[Any, Client]:
         ),
     )
     client = Client()
-    return Dispatch(config, None, inference_engine_client=client), client
+    actors = Actors(client.calls)
+    return Dispatch(config, actors, inference_engine_client=client), client
 
 
 @pytest.fixture(autouse=True)
@@ -88,19 +110,19 @@ def _leave_nothing_behind() -> Iterator[None]:
     integration.uninstall()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "colocated"])
 def test_the_calls_are_skyrls_call_by_call(way: str, tmp_path: Path) -> None:
     made, stock = dispatch(way)
-    asyncio.run(made.save_weights_for_sampler())
-    integration.install(Dispatch, runs=tmp_path, run=tmp_path.name)
-    made, ours = dispatch(way)
 
     async def twice() -> None:
         await made.save_weights_for_sampler()
         await made.save_weights_for_sampler()
 
     asyncio.run(twice())
-    assert ours.calls == stock.calls * 2
+    integration.install(Dispatch, runs=tmp_path, run=tmp_path.name)
+    made, ours = dispatch(way)
+    asyncio.run(twice())
+    assert ours.calls == stock.calls
     assert ours.generates
     assert [answer.verdict for answer in audit_paths([tmp_path])] == ["ok"]
 
@@ -131,6 +153,27 @@ def test_partial_weights_serve_nobody(way: str, tmp_path: Path) -> None:
     assert said[0].weights != "intact"
     assert said[0].can_retry == (way != "kv dropped")
     row("SkyRL 0.4.0", f"the transfer raises ({way})", "generation resumed", "stays paused")
+
+
+def test_colocated_an_engine_with_partial_weights_stays_asleep(tmp_path: Path) -> None:
+    """Stock leaves it half awake and says nothing of it; the next sync wakes it again."""
+    made, stock = dispatch("colocated")
+    made.fails = True
+    with pytest.raises(RuntimeError, match="injected"):
+        asyncio.run(made.save_weights_for_sampler())
+    assert not stock.has_kv
+    integration.install(Dispatch, runs=tmp_path, run=tmp_path.name)
+    made, ours = dispatch("colocated")
+    made.fails = True
+    with pytest.raises(EpochFailed, match="injected in the transfer") as caught:
+        asyncio.run(made.save_weights_for_sampler())
+    failed = caught.value
+    assert (failed.weights, failed.can_retry) == ("unknown", False)
+    assert failed.poisoned
+    assert (ours.generates, ours.has_kv) == (False, False)
+    assert not any("kv_cache" in call for call in ours.calls)
+    said = "poisoned: rebuild the engine"
+    row("SkyRL 0.4.0", "the transfer raises (colocated)", "half awake, nothing said", said)
 
 
 def test_the_lines_of_the_migration_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
