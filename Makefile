@@ -21,12 +21,13 @@ demo: $(MAIN)/.ready-$(PINS)
 	@$(MAIN)/bin/phasesync demo --runs $(RUNS) $(DEMO_ARGS)
 
 test: lint $(MAIN)/.ready-$(PINS)
-	$(MAIN)/bin/python -m pytest --ignore tests/vllm --ignore tests/verl $(TEST_ARGS)
+	$(MAIN)/bin/python -m pytest --ignore tests/vllm --ignore tests/verl \
+	  --ignore tests/fences/faults --ignore tests/net $(TEST_ARGS)
 
-# Faults by chance over every transport; FAULTS=10000 for a night.
+# Faults by chance over every transport, and real networks; FAULTS=10000 for a night.
 FAULTS ?= 500
 faults: $(MAIN)/.ready-$(PINS)
-	PHASESYNC_FAULTS=$(FAULTS) $(MAIN)/bin/python -m pytest tests/fences/test_faults.py $(TEST_ARGS)
+	PHASESYNC_FAULTS=$(FAULTS) $(MAIN)/bin/python -m pytest tests/fences/faults tests/net $(TEST_ARGS)
 
 # The wheel as a user gets it, in an environment that has never seen the checkout.
 package: $(MAIN)/.ready-$(PINS)

@@ -310,7 +310,7 @@ def test_an_older_incarnation_that_leaves_last_leaves_no_key(seed: int) -> None:
 
 
 def test_a_deadline_after_the_run_was_swept_decides_nothing() -> None:
-    """An incarnation waits at the last fence while another of its rank passes, leaves, and all do."""
+    """An incarnation waits at the last fence while another of its rank passes, and all leave."""
     world = World(size=2, generations=2)
     scheduler = Scheduler(world, random.Random(1))
     for rank in world.ranks:

@@ -15,6 +15,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -199,6 +200,18 @@ class Actors:
             self._actors += [self._member.remote() for _ in lives[len(self._actors) :]]
             seen = self._ray.get([actor.seen.remote() for actor in self._actors], timeout=120)
             return self._play(lives, fault, [pid for pid, _ in seen])
+
+    def play_and_kill(self, lives: Sequence[Life], victim: int) -> tuple[float, list[Report]]:
+        """Kill one while the others wait; when that was, and what the others saw."""
+        self._actors += [self._member.remote() for _ in lives[len(self._actors) :]]
+        seen = self._ray.get([actor.seen.remote() for actor in self._actors], timeout=120)
+        asked = [a.live.remote(life) for a, life in zip(self._actors, lives, strict=True)]
+        until_entered(lives[0], len(lives) - 1)
+        killed = time.monotonic()
+        os.kill(seen[victim][0], signal.SIGKILL)
+        others = [n for n in range(len(lives)) if n != victim]
+        self._ray.wait([asked[n] for n in others], num_returns=len(others), timeout=30)
+        return killed, self._reports([Report(life) for life in lives], others, gone=victim)
 
     def _play(self, lives: Sequence[Life], fault: str, pids: Sequence[int]) -> list[Report]:
         reports = [Report(life) for life in lives]

@@ -37,7 +37,7 @@ from phasesync.errors import FenceBroken, FenceError, PlanError, StaleArrival, S
 from tests.fences.processes import SERVER, end, rank_of, store_client
 
 GENERATIONS_MAX = 64
-FORKED_S = 3.0  # So long a forked child outlives its parent, with its files open.
+FORKED_S = 2.0  # So long a forked child outlives its parent, with its files open.
 SKIPS_S = 0.5  # Who skips a fence is at the next one so much after the others came to this one.
 ENDING_S = 8.0  # An end within this is orderly: a name service may hold a line up.
 
