@@ -1,0 +1,74 @@
+"""A Ray node whose cable is cut: when our fences know, and when Ray does. Run in its namespace.
+
+    ip netns exec NEAR python -m tests.net.ray_node NEAR-ADDRESS CABLE [SECONDS]
+
+Prints one JSON object. Whoever calls this has started Ray's nodes, with a resource `near` or `far`.
+"""
+
+import json
+import secrets
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tests.fences.faults.matrix import Member
+from tests.fences.faults.ranks import Life, Record, board, until_entered
+
+SIZE = 4
+ROOT = str(Path(__file__).parents[2])
+
+
+def main(address: str, link: str, patience_s: float) -> dict[str, Any]:
+    ray: Any = import_module("ray")
+    ray.init(
+        address=f"{address}:6379",
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+    )
+    with board() as name:
+        life = Life(
+            number=0,
+            size=SIZE,
+            run=secrets.token_hex(4),
+            transport="ray",
+            address=None,
+            board=name,
+            deadline_s=60.0,
+        )
+        lives = [replace(life, number=n) for n in range(SIZE)]
+        lives[3] = replace(lives[3], act="late", late_s=60.0)
+        member = ray.remote(num_cpus=0)(Member)
+        places = ["near", "near", "far", "far"]
+        actors = [member.options(resources={place: 1}).remote() for place in places]
+        ray.get([actor.seen.remote() for actor in actors], timeout=120)
+        answers = [actor.live.remote(each) for actor, each in zip(actors, lives, strict=True)]
+        until_entered(life, SIZE - 1)
+        cut = time.monotonic()
+        subprocess.run(["ip", "link", "set", link, "down"], check=True)
+        ray.get(answers[:2], timeout=90)
+        seen = [ray.get(actor.seen.remote(), timeout=30)[1] for actor in actors[:2]]
+        breaks = [r for said in seen for r in said if isinstance(r, Record) and r.kind == "broken"]
+        return {
+            "kinds": sorted({r.said.kind for r in breaks}),
+            "ranks": sorted({str(rank) for r in breaks for rank in r.said.ranks}),
+            "known_s": max(r.ended_at for r in breaks) - cut,
+            "ray_knows_s": _dead_in_ray(ray, cut, patience_s),
+        }
+
+
+def _dead_in_ray(ray: Any, cut: float, patience_s: float) -> float | None:
+    """When Ray says that a node is dead; None if it has not within the time."""
+    while time.monotonic() < cut + patience_s:
+        if not all(node["Alive"] for node in ray.nodes()):
+            return time.monotonic() - cut
+        time.sleep(0.2)
+    return None
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], sys.argv[2], float((sys.argv[3:] or ["1"])[0]))))
