@@ -10,6 +10,8 @@ from phasesync.audit.waits import STEPS, Meet, Waits, named, waiters
 
 __all__ = ("plans", "sameplan")
 
+# What nobody does on the way to a step at which others wait.
+_BEYOND: Final = frozenset({"serve", "train", "publish", "collective", "fence"})
 # Where a rank that took another branch can be found waiting.
 _ASIDE: Final = STEPS | {"drain", "wait"}
 
@@ -36,7 +38,12 @@ def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             known = facts.rank(rank)
             if state == "waiting":
                 opened = [each.event for each in known.open if each.event.action in _ASIDE]
-                if opened and all(_other_step(each, meet) for each in opened):
+                if opened and all(
+                    _other_step(each, meet)
+                    and not _is_behind(each, meet, facts)
+                    and not _has_counterpart(each, facts)
+                    for each in opened
+                ):
                     elsewhere[rank] = opened[-1]
             elif state in ("working", "idle"):
                 past = _went_past(known.started(meet.epoch), meet, facts)
@@ -121,6 +128,23 @@ def _other_step(event: Event, meet: Meet) -> bool:
     return event.phase != meet.phase or group_of(event) != meet.group
 
 
+def _has_counterpart(event: Event, facts: Facts) -> bool:
+    """Whether a rank waits for somebody of another role: then that one is who is awaited."""
+    kind = facts.header.kind(event.rank)
+    return event.action in ("send", "receive") and any(
+        facts.header.kind(rank) not in (kind, "controller", "") for rank in facts.ranks
+    )
+
+
+def _is_behind(event: Event, meet: Meet, facts: Facts) -> bool:
+    """Whether those at the meet have been through that step: its rank is late, not elsewhere."""
+    return all(
+        event.phase in facts.ranks[rank].finished(event.epoch)
+        and facts.ranks[rank].finished(event.epoch)[event.phase].at > event.at
+        for rank in meet.ranks
+    )
+
+
 def _went_past(started: dict[str, Event], meet: Meet, facts: Facts) -> Event | None:
     """The phase that an absent rank entered although, elsewhere, it lies behind this step."""
     later = [
@@ -134,5 +158,26 @@ def _went_past(started: dict[str, Event], meet: Meet, facts: Facts) -> Event | N
         for phase in facts.ranks[rank].started(meet.epoch)
         if phase != meet.phase
     }
-    new = [event for event in later if event.phase not in done and event.phase != meet.phase]
+    new = [
+        event
+        for event in later
+        if event.phase not in done
+        and event.phase != meet.phase
+        and (event.action in _BEYOND or _lies_behind(event, meet, facts))
+    ]
     return min(new, key=lambda event: event.at) if new else None
+
+
+def _lies_behind(event: Event, meet: Meet, facts: Facts) -> bool:
+    """Whether in an earlier epoch that phase came after the step at which others wait now.
+
+    A leader has phases of its own before a step; only what has been seen to follow it is past it.
+    """
+    return any(
+        began.at > ended.at
+        for rank in facts.ranks.values()
+        for epoch, phases in rank.began.items()
+        if epoch != meet.epoch
+        and (began := phases.get(event.phase)) is not None
+        and (ended := rank.finished(epoch).get(meet.phase)) is not None
+    )

@@ -69,6 +69,8 @@ def ctrl(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             if known.first is None:
                 silent.append(rank)
             elif known.exit is None and not _began_since(known, sent):
+                if _is_at_work(known, sent) or sent.phase in seen.unnamed:
+                    continue
                 never.append(rank)
         if not never and not silent:
             continue
@@ -155,6 +157,16 @@ def _blocked(waits: Waits, holder: Name, name: str) -> Iterable[Wait]:
         for wait in waits.waits
         if wait.rank == holder and wait.cut is not None and wait.event.action in ("admit", "wait")
     ]
+
+
+def _is_at_work(rank: RankFacts, sent: Event) -> bool:
+    """Whether a target has begun anything but requests since: what it was told may have another
+    name there.
+    """
+    return any(
+        event.at > sent.at and event.action not in ("serve", "admit", "life", "window", "poll")
+        for event in rank.started(sent.epoch).values()
+    )
 
 
 def _began_since(rank: RankFacts, sent: Event) -> bool:

@@ -33,7 +33,9 @@ def nocycle(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
         for wait in meet.waits:
             at.setdefault(wait.rank, []).append(meet)
             edges.setdefault(wait.rank, set()).update(
-                rank for rank, state in meet.absent.items() if state == "waiting"
+                rank
+                for rank, state in meet.absent.items()
+                if state == "waiting" and _is_awaited(rank, meet, waits)
             )
     for ring in strongly_connected(edges):
         meets = {id(meet): meet for rank in ring for meet in at.get(rank, ())}
@@ -61,6 +63,22 @@ def nocycle(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             )
         )
     return found
+
+
+def _is_awaited(rank: Name, meet: Meet, waits: Waits) -> bool:
+    """Whether those at a meet wait for `rank`: a sender waits for receivers, not for the senders
+    of its own side that never moved anything on that group.
+    """
+    kind = waits.facts.header.kind
+    if meet.action not in ("send", "receive") or not waits.facts.header.roles:
+        return True
+    if kind(rank) not in {kind(other) for other in meet.ranks}:
+        return True
+    return any(
+        event.action in _PAYLOAD and group_of(event) == meet.group
+        for phases in waits.facts.ranks[rank].began.values()
+        for event in phases.values()
+    )
 
 
 def _closers(ring: list[Name], meets: list[Meet]) -> list[Name]:

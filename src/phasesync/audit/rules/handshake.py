@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import Final
 
 from phasesync.audit.answer import MISSING, Finding
 from phasesync.audit.events import Event, Name
@@ -10,6 +11,9 @@ from phasesync.audit.rules.seen import Seen
 from phasesync.audit.waits import Waits, named, version_of, waiters
 
 __all__ = ("handshake",)
+
+# What is no part of any handshake.
+_SERVING: Final = ("serve", "life", "window")
 
 
 def handshake(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
@@ -68,7 +72,16 @@ def handshake(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             if state == "idle" or (state == "working" and _only_serves(facts.ranks[rank]))
         ]
         kinds = {facts.header.kind(rank) for rank in meet.ranks}
-        lazy = [rank for rank in lazy if facts.header.kind(rank) not in kinds]
+        lazy = [
+            rank
+            for rank in lazy
+            if facts.header.kind(rank) not in kinds
+            and not any(
+                event.action in ("send", "receive")
+                or (event.at > meet.first.at and event.action not in _SERVING)
+                for event in facts.ranks[rank].started(meet.epoch).values()
+            )
+        ]
         if not lazy or len(lazy) < len(meet.absent):
             continue
         if len(facts.ranks) == len(meet.ranks):
@@ -98,7 +111,7 @@ def _one_side(ranks: Iterable[Name], facts: Facts) -> bool:
 
 def _only_serves(rank: RankFacts) -> bool:
     """Whether a rank does nothing but answer requests, which is no part of any handshake."""
-    return all(each.event.action in ("serve", "life", "window") for each in rank.open)
+    return all(each.event.action in _SERVING for each in rank.open)
 
 
 def _skipper(one: Event, other: Event, facts: Facts) -> tuple[Name, ...]:

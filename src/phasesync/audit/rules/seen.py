@@ -25,6 +25,7 @@ class Seen:
         self.held: dict[tuple[Name, str], Event] = {}
         self.polls: dict[Name, Event] = {}
         self.swallowed: list[tuple[Event, Event, str]] = []
+        self.unnamed: set[str] = set()
         self.dispatched: list[tuple[Event, Event | None]] = []
 
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
@@ -38,7 +39,7 @@ class Seen:
                     self.cut.append(Wait(start.event if start else event, event))
                 if event.action == "poll" or event.attrs.get("terminal") is False:
                     self.polls.setdefault(event.rank, event)
-                self._end_dispatch(event, start)
+                self._end_dispatch(event, start, facts)
             case _:
                 pass
         if event.attrs:
@@ -92,7 +93,7 @@ class Seen:
             self.held[(event.rank, "gate")] = event
         if event.attrs.get("terminal") is False:
             self.polls.setdefault(event.rank, event)
-        self._end_dispatch(event, start)
+        self._end_dispatch(event, start, facts)
         if start is None or facts.header.kind(event.rank) == "engine":
             return
         if event.action not in ("write", "send", "acquire") and not start.event.attrs.get(
@@ -111,16 +112,26 @@ class Seen:
             if unrecovered(failure, facts) is not None and len(self.swallowed) < _KEPT:
                 self.swallowed.append((failure, event, "ended as a success:"))
 
-    def _end_dispatch(self, event: Event, start: Open | None) -> None:
+    def _end_dispatch(self, event: Event, start: Open | None, facts: Facts) -> None:
         if start is None:
             return
         for index, (sent, _) in enumerate(self.dispatched):
             if sent is start.event:
                 if event.kind == "end":
                     del self.dispatched[index]
+                    self._named(sent, facts)
                 else:
                     self.dispatched[index] = (sent, event)
                 return
+
+    def _named(self, sent: Event, facts: Facts) -> None:
+        """Note a command that came to its end under another name than its targets know it by."""
+        target = sent.attrs.get("target", sent.attrs.get("targets"))
+        told = ranks_in(target, facts.header.ranks) if target is not None else ()
+        known = [facts.ranks[rank] for rank in told if rank in facts.ranks]
+        other = not any(sent.phase in rank.started(sent.epoch) for rank in known)
+        if known and other and len(self.unnamed) < _KEPT:
+            self.unnamed.add(sent.phase)
 
     def _choose(self, event: Event) -> None:
         for name in _CHOICES:
