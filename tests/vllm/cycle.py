@@ -2,11 +2,24 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from phasesync.core.model import Epoch, FenceKey, FenceName, Opened, Ticket, Version
+from phasesync.core.model import (
+    Arrival,
+    Digest,
+    Epoch,
+    FenceKey,
+    FenceName,
+    Opened,
+    Rank,
+    RoleName,
+    Ticket,
+    Version,
+)
 from phasesync.engines.base import KV_CACHE, WEIGHTS, EnginePort, Floor
 from phasesync.engines.tickets import TicketRules, VerdictTable
 
-__all__ = ("Fences", "colocated_epoch")
+__all__ = ("LEADER", "Fences", "colocated_epoch")
+
+LEADER = Rank(RoleName("trainer"), 0)
 
 
 class Fences:
@@ -21,7 +34,13 @@ class Fences:
         return TicketRules(run="run", scope=scope, verdicts=self.table)
 
     def open(
-        self, fence: str, epoch: int = 0, *, scope: str = "replica/0", attempt: int = 0
+        self,
+        fence: str,
+        epoch: int = 0,
+        *,
+        scope: str = "replica/0",
+        attempt: int = 0,
+        incarnation: int = 1,
     ) -> Ticket:
         self.generation += 1
         ticket = Ticket(
@@ -31,16 +50,31 @@ class Fences:
             count=1,
             hash=f"{self.generation:064x}",
         )
-        opened = Opened(ticket=ticket)
+        leader = Arrival(
+            rank=LEADER,
+            incarnation=incarnation,
+            nonce="",
+            fence=ticket.fence,
+            epoch=ticket.epoch,
+            version=Version(epoch),
+            digest=Digest(""),
+            seq=0,
+        )
+        opened = Opened(ticket=ticket, arrivals=(leader,))
         self.table.record(opened)
         if self._on_open is not None:
             self._on_open(opened)
         return ticket
 
-    def bad(self, fence: str, epoch: int) -> dict[str, Ticket | None]:
-        """Tickets that must not do at a floor of `epoch`, by what the refusal must say."""
+    def bad(self, fence: str, epoch: int, *, replaced: bool = False) -> dict[str, Ticket | None]:
+        """Tickets that must not do at a floor of `epoch`, by what the refusal must say.
+
+        `replaced` says that the guard knows of the leader's incarnation 1.
+        """
         real = self.open(fence, epoch)
+        late = {"has been replaced": self.open(fence, epoch, incarnation=0)} if replaced else {}
         return {
+            **late,
             "none was given": None,
             "floor": self.open(fence, epoch - 1),
             "scope": self.open(fence, epoch, scope="replica/1"),

@@ -22,7 +22,7 @@ from phasesync.fences.inprocess import InProcessFences
 from phasesync.runtime import RankRunner, Turn
 
 from .conftest import PROMPT, Models
-from .cycle import Fences, colocated_epoch
+from .cycle import LEADER, Fences, colocated_epoch
 from .sender import Sender, children, end
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -161,14 +161,15 @@ def test_the_guard_refuses_whoever_calls_and_the_engine_stays_usable(
 ) -> None:
     fences = Fences()
     keeper = guard(llm, run="run", scope="replica/0", verdicts=fences.table, floor=Floor(0, 3))
+    keeper.expect(0, {LEADER: 1})
 
     async def story() -> None:
-        for said, ticket in fences.bad("ready_to_serve", 3).items():
+        for said, ticket in fences.bad("ready_to_serve", 3, replaced=True).items():
             with pytest.raises(EngineRefused, match=said):
                 ask(llm.generate, ticket=ticket)
         await llm.sleep(level=1)
         await llm.wake_up(["weights"])
-        for said, ticket in fences.bad("memory_released", 3).items():
+        for said, ticket in fences.bad("memory_released", 3, replaced=True).items():
             with pytest.raises(EngineRefused, match=said):
                 await llm.wake_up(["kv_cache"], ticket=ticket)
             with pytest.raises(EngineRefused, match=said):

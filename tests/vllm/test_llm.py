@@ -14,7 +14,7 @@ from phasesync.engines.vllm import Rpc, VllmEngine
 from phasesync.errors import EngineError, EngineRefused
 
 from .conftest import PROMPT, Models
-from .cycle import Fences, colocated_epoch
+from .cycle import LEADER, Fences, colocated_epoch
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -162,13 +162,14 @@ def test_the_guard_refuses_whoever_calls_and_the_engine_stays_usable(
 ) -> None:
     fences = Fences()
     keeper = guard(fresh, run="run", scope="replica/0", verdicts=fences.table, floor=Floor(0, 3))
+    keeper.expect(0, {LEADER: 1})
     try:
-        for said, ticket in fences.bad("ready_to_serve", 3).items():
+        for said, ticket in fences.bad("ready_to_serve", 3, replaced=True).items():
             with pytest.raises(EngineRefused, match=said):
                 fresh.generate(**asked(ticket=ticket))
         fresh.sleep(level=1)
         fresh.wake_up(["weights"])
-        for said, ticket in fences.bad("memory_released", 3).items():
+        for said, ticket in fences.bad("memory_released", 3, replaced=True).items():
             wakes: tuple[Callable[..., Any], ...] = (
                 partial(fresh.wake_up, ["kv_cache"]),
                 fresh.wake_up,

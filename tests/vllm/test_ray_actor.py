@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from phasesync.core.model import FenceKey, FenceVerdict, Opened, Ticket
+from phasesync.core.model import FenceKey, FenceVerdict, Opened, Rank, Ticket
 from phasesync.engines.base import Floor
 from phasesync.engines.guard import guard
 from phasesync.engines.vllm import Rpc, VllmEngine
 
 from .conftest import PROMPT, Models
-from .cycle import Fences, colocated_epoch
+from .cycle import LEADER, Fences, colocated_epoch
 
 ray = pytest.importorskip("ray")
 ROOT = Path(__file__).parents[2]
@@ -73,6 +73,9 @@ class Replica:
     def raise_floor(self, floor: Floor) -> Floor:
         return self.guard.raise_floor(floor)
 
+    def expect(self, attempt: int, incarnations: dict[Rank, int]) -> None:
+        self.guard.expect(attempt, incarnations)
+
     def say(self, prompt: list[int], ticket: Ticket | None = None) -> list[int]:
         from vllm import SamplingParams
 
@@ -128,12 +131,13 @@ def test_the_actor_refuses_whoever_calls_and_stays_usable(
     fences = Fences(on_open=lambda opened: ray.get(board.record.remote(opened)))
     fences.generation = 1000
     ray.get(replica.raise_floor.remote(Floor(0, 7)))
-    for said, ticket in fences.bad("ready_to_serve", 7).items():
+    ray.get(replica.expect.remote(0, {LEADER: 1}))
+    for said, ticket in fences.bad("ready_to_serve", 7, replaced=True).items():
         with pytest.raises(Exception, match=rf"EngineRefused[^$]*{said}"):
             ray.get(replica.say.remote(PROMPT, ticket))
     ray.get(replica.sleep.remote(level=1))
     ray.get(replica.wake_up.remote(["weights"]))
-    for said, ticket in fences.bad("memory_released", 7).items():
+    for said, ticket in fences.bad("memory_released", 7, replaced=True).items():
         for tags in (["kv_cache"], None):
             with pytest.raises(Exception, match=rf"EngineRefused[^$]*{said}"):
                 ray.get(replica.wake_up.remote(tags, ticket))
