@@ -162,6 +162,10 @@ def test_a_protocol_made_in_code_needs_no_file() -> None:
             _code((TAKE, replace(GIVE, deadline_s=5.0), replace(OVER, deadline_s=4.0))),
             "fence 'over' waits 4 s, less than the phases before it may take (give 5 s)",
         ),
+        (
+            _code((TAKE, GIVE, replace(OVER, deadline_s=9.0, first_deadline_s=8.0))),
+            "fence 'over' waits 8 s in the first epoch, less than the 9 s later",
+        ),
     ],
 )  # fmt: skip
 def test_what_lint_says(protocol: Protocol, says: str) -> None:

@@ -121,6 +121,17 @@ def test_a_transition_table_says_what_a_list_says() -> None:
     assert one.digest == two.digest
 
 
+def test_a_fence_may_wait_longer_in_the_first_epoch() -> None:
+    text = (Path(__file__).parents[2] / "protocols" / "basic.yaml").read_text()
+    protocol = spec.loads(
+        text.replace("deadline_s: 300", "deadline_s: 300, first_deadline_s: 1800")
+    )
+    fence = protocol.fences[0]
+    assert (fence.deadline_s, fence.first_deadline_s) == (300, 1800)
+    assert lint(protocol) == ()
+    assert spec.loads(spec.dumps(protocol)).fences[0].first_deadline_s == 1800
+
+
 def test_phases_for_each_of_several_roles() -> None:
     protocol = spec.loads(
         """

@@ -35,7 +35,7 @@ __all__ = (
 
 ESTABLISHED = ("device_synchronised", "ipc_collected")
 MEASURED = ("free_bytes",)
-FENCE_KEYS = ("scope", "deadline_s", "requires", "joined", "when")
+FENCE_KEYS = ("scope", "deadline_s", "first_deadline_s", "requires", "joined", "when")
 _VERBS = tuple(verb.value for verb in Verb)
 PHASE_KEYS = ("by", *_VERBS, "when", "outside", "enqueued", "retry", "deadline_s")
 _EVIDENCE = re.compile(r"([a-z_]+)\s*(>=)\s*([0-9]{1,15})\s*(|KiB|MiB|GiB)")
@@ -173,6 +173,7 @@ def read_fence(draft: Draft, name: Text, own: Mapping[str, Node], role: RoleName
         role=role,
         scope=_scope(draft, own.get("scope"), what),
         deadline_s=say.seconds(own.get("deadline_s"), f"deadline_s of {what}") or 1.0,
+        first_deadline_s=say.seconds(own.get("first_deadline_s"), f"first_deadline_s of {what}"),
         established=established,
         evidence=evidence,
         joined=joined is not None,
@@ -261,5 +262,6 @@ def _pairs(node: Node) -> Iterator[tuple[Node, Node | None]]:
 
 def _terms(fence: FenceDecl) -> tuple[object, ...]:
     return (
-        fence.scope, fence.deadline_s, fence.established, fence.evidence, fence.joined, fence.when
+        fence.scope, fence.deadline_s, fence.first_deadline_s, fence.established, fence.evidence,
+        fence.joined, fence.when,
     )  # fmt: skip

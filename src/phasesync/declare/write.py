@@ -149,6 +149,7 @@ def _fence(fence: FenceDecl) -> str:
         f"fence: {fence.name}",
         f"scope: {fence.scope}",
         f"deadline_s: {fence.deadline_s:.15g}",
+        f"first_deadline_s: {fence.first_deadline_s:.15g}" if fence.first_deadline_s else "",
         f"requires: [{', '.join(requires)}]" if requires else "",
         "joined: outside" if fence.joined else "",
         _when(fence),

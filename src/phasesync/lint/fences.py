@@ -111,6 +111,12 @@ def _deadlines(view: View) -> Findings:
                 wrong += f"before it may take ({each})"
                 right = f"give it at least {_s(total)}"
                 yield _finding(view, "deadline", step, wrong, right)
+            first = step.first_deadline_s
+            if first is not None and first < step.deadline_s:
+                wrong = f"fence {step.name!r} waits {_s(first)} in the first epoch, less than the "
+                wrong += f"{_s(step.deadline_s)} later, when everything is warm"
+                right = f"give it first_deadline_s: {step.deadline_s:g} or more, or drop it"
+                yield _finding(view, "deadline", step, wrong, right)
             phases = []
 
 
