@@ -45,7 +45,7 @@ def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
                     for each in opened
                 ):
                     elsewhere[rank] = opened[-1]
-            elif state in ("working", "idle"):
+            elif state in ("working", "idle") and not _has_done(rank, meet, facts):
                 past = _went_past(known.started(meet.epoch), meet, facts)
                 if past is not None:
                     elsewhere[rank] = past
@@ -126,6 +126,13 @@ def _where(elsewhere: dict[Name, Event]) -> str:
 
 def _other_step(event: Event, meet: Meet) -> bool:
     return event.phase != meet.phase or group_of(event) != meet.group
+
+
+def _has_done(rank: Name, meet: Meet, facts: Facts) -> bool:
+    """Whether a rank did its part of a transfer before the one that waits came to its own."""
+    return meet.action in ("send", "receive") and meet.phase in facts.rank(rank).finished(
+        meet.epoch
+    )
 
 
 def _has_counterpart(event: Event, facts: Facts) -> bool:
