@@ -39,7 +39,8 @@ _Options: TypeAlias = dict[str, OptionValue]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How to check. `now` is a clock in seconds; without it no time is measured or limited.
+    """How to check. `now` is a clock in seconds; without it no time is measured or limited. `held`
+    says how many bytes the process has; without it no memory is.
 
     `atomic` takes each phase as one step of explicit searches, as models of other checkers do:
     what two phases do to each other while both are in progress is not looked at then. `apart`
@@ -54,6 +55,8 @@ class Settings:
     time_limit_s: float | None = None
     states_max: int = 3_000_000
     now: Callable[[], float] | None = None
+    bytes_max: int = 2 << 30
+    held: Callable[[], int] | None = None
 
 
 class _Plain(NamedTuple):
@@ -160,7 +163,13 @@ class _Run:
     def budget(self) -> Budget:
         limit = self.settings.time_limit_s
         until = None if limit is None or self.began is None else self.began + limit
-        return Budget(states_max=self.settings.states_max, until_s=until, now=self.settings.now)
+        return Budget(
+            states_max=self.settings.states_max,
+            until_s=until,
+            now=self.settings.now,
+            bytes_max=self.settings.bytes_max,
+            held=self.settings.held,
+        )
 
     def assignments(self) -> tuple[dict[str, OptionValue], ...]:
         """Every assignment that agrees with what is pinned, the defaults first."""

@@ -1,7 +1,7 @@
 """Breadth first over a space, so that the first path to a broken rule is a shortest one.
 
 The search ends with one of three answers; an exhausted budget is `Undecided`, never a pass. Time
-comes in as a function, since this layer has no clock of its own.
+and memory come in as functions, since this layer has no clock of its own.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,14 @@ _LOOK_EVERY = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """How far a search may go; `now` is a clock in seconds, without which time is unlimited."""
+    """How far a search may go; `now` is a clock in seconds, without which time is unlimited, and
+    `held` says how many bytes the process has, without which memory is."""
 
     states_max: int = 5_000_000
     until_s: float | None = None
     now: Callable[[], float] | None = None
+    bytes_max: int = 2 << 30
+    held: Callable[[], int] | None = None
 
     def over(self, states: int) -> str | None:
         """Which bound is reached, if one is."""
@@ -32,6 +35,8 @@ class Budget:
             return f"{self.states_max:,} states"
         if self.now is not None and self.until_s is not None and self.now() > self.until_s:
             return "time"
+        if self.held is not None and self.held() > self.bytes_max:
+            return f"{self.bytes_max / 2**30:.2g} GiB of memory"
         return None
 
 

@@ -1,5 +1,6 @@
 """`phasesync check`: every interleaving, before a GPU is touched."""
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -105,6 +106,7 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
             apart=given["apart"],
             time_limit_s=time_limit,
             now=time.monotonic,
+            held=_held,
         ),
     )
     _say_report(report, declared, given, as_json)
@@ -112,6 +114,14 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
     if given["memory"] is not None and not _fits(declared, given, options):
         return BROKEN
     return _code(report.verdict)
+
+
+def _held() -> int:
+    """Bytes that this process has had at most."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def _shown(report: "Report", given: dict[str, Any]) -> Iterable[str]:
