@@ -58,8 +58,10 @@ def page(answers: Sequence[Answer], moments: Iterable[Moment]) -> str:
     rows: list[dict[str, Any]] = []
     memory: dict[str, list[tuple[float, float]]] = {}
     ranks: dict[str, None] = {}
+    figures = "free"
     for moment in moments:
         ranks[moment.rank] = None
+        figures = "held" if moment.held else figures
         for device, value in moment.memory:
             memory.setdefault(device, []).append((round(moment.us, 1), round(value, 3)))
         rows += [_row(span) for span in spans.see(moment)]
@@ -71,6 +73,7 @@ def page(answers: Sequence[Answer], moments: Iterable[Moment]) -> str:
         "guilty": sorted(guilty | {name.rpartition("/")[2] for name in guilty}),
         "spans": rows,
         "memory": memory,
+        "figures": figures,
         "end": spans.now_us,
     }
     template = files("phasesync.report").joinpath("audit.html").read_text(encoding="utf-8")

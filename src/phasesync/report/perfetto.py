@@ -53,7 +53,7 @@ class _Writer:
         spans = Spans()
         for moment in moments_of(paths):
             for device, value in moment.memory:
-                self._counter(moment.us, device, value)
+                self._counter(moment.us, device, value, "held" if moment.held else "free")
             for span in spans.see(moment):
                 self._span(span)
             track = self._tracks.get(moment.rank)
@@ -91,12 +91,12 @@ class _Writer:
                 self._put({"ph": "M", "name": name, "pid": _PID, "tid": track, "args": args})
         return track
 
-    def _counter(self, us: float, device: str, value: float) -> None:
+    def _counter(self, us: float, device: str, value: float, what: str) -> None:
         us = self._counted[device] = max(us, self._counted.get(device, 0.0))
         self._put(
             {
                 "ph": "C",
-                "name": f"GiB {device}",
+                "name": f"GiB {what} {device}",
                 "pid": _COUNTERS,
                 "tid": 0,
                 "ts": round(us, 3),
