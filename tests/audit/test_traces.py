@@ -4,13 +4,17 @@ Each names the public report it is reduced from, or says that the fault is plant
 same guises as the public cases.
 """
 
+import ast
 import random
+import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from phasesync.audit import rules
 from phasesync.audit.answer import RULES
 from tests.audit.variants import (
     Trace,
@@ -138,3 +142,23 @@ def test_every_rule_leaves_its_neighbours_faults_to_it(rule: str, neighbour: str
     assert alike
     for name in alike:
         assert audit_lines(trace_of(name)).rule == neighbour
+
+
+@cache
+def pages() -> dict[str, str]:
+    """What the docstring of each rule says, by the ids that it opens with."""
+    found: dict[str, str] = {}
+    for path in Path(rules.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                text = " ".join((ast.get_docstring(node) or "").split())
+                if text.startswith("R-") and "Sees: " in text:
+                    found |= dict.fromkeys(re.findall(r"R-[A-Z-]+", text.partition(":")[0]), text)
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_has_its_page(rule: str) -> None:
+    page = pages()[rule]
+    assert "Cannot see: " in page
+    assert re.search(r"Sources?: ", page)

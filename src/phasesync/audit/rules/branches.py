@@ -19,10 +19,11 @@ _ASIDE: Final = STEPS | {"drain", "wait"}
 def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
     """R-SAMEPLAN: ranks took different branches.
 
-    Sees: ranks of one role that wait in different steps, each for the others, or for a rank
-    that went past the step and did what comes after it. The minority that took the other
-    branch is guilty, unless it is the one that waits at a fence. Sources: TensorRT-LLM PR
-    13564, verl PR 7851 (mixed configuration).
+    Sees: ranks of one role that wait in different steps, each for the others, or for a rank that
+    went past the step and did what comes after it. The minority that took the other branch is
+    guilty, unless it is the one that waits at a fence. Cannot see: a branch after which nobody
+    waits, nor whether a rank that is at work is on its way to the step or has gone past it.
+    Sources: TensorRT-LLM PR 13564, verl PR 7851 (mixed configuration).
     """
     facts = waits.facts
     found = []
@@ -79,8 +80,11 @@ def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
 def plans(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
     """R-SAMEPLAN: ranks hold different plans, whether or not anything came of it yet.
 
-    Only `plan`, `digest` and `config` must agree; a `choice` of its own is a rank's right
-    until somebody waits for the others' branch.
+    Sees: values of `plan`, `digest` or `config` that differ within one role in one epoch. Cannot
+    see: options that no line names. Source: verl PR 7851 (mixed configuration).
+
+    Only `plan`, `digest` and `config` must agree; a `choice` of its own is a rank's right until
+    somebody waits for the others' branch.
     """
     facts = waits.facts
     found = []

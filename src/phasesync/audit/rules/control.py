@@ -18,7 +18,8 @@ def terminal(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
     """R-TERMINAL: a transfer whose state never became final.
 
     Sees: a transfer that never ended on a rank whose poll of it failed or whose abort was not
-    final, or which waits in teardown for it. Source: Mooncake PR 3964.
+    final, or which waits in teardown for it. Cannot see: a transfer that nobody asks after. Source:
+    Mooncake PR 3964.
     """
     found = []
     for rank in waits.facts.ranks.values():
@@ -52,8 +53,9 @@ def terminal(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
 def ctrl(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
     """R-CTRL: a command was dispatched and never started.
 
-    Sees: a dispatch that still waits (or was cut) whose target, alive and with lines of its
-    own, has no start of that phase since. Source: verl issue 7990.
+    Sees: a dispatch that still waits (or was cut) whose target, alive and with lines of its own,
+    has no start of that phase since. Cannot see: a command that has another name where it is
+    carried out, or a target without a line. Source: verl issue 7990.
     """
     found = []
     for sent, cut in seen.dispatched:
@@ -98,9 +100,9 @@ def ctrl(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
 def release(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
     """R-RELEASE: a lock or gate taken in a failed epoch was never given back.
 
-    Sees: a lock that a rank holds, or a gate or pause that it closed, with a failure in that
-    epoch and no release after it, and somebody who waits for the lock, or a later epoch that
-    waits at the gate. Sources: NeMo-RL PR 3612, SkyRL PR 2031.
+    Sees: a lock that a rank holds, or a gate or pause that it closed, with a failure in that epoch
+    and no release after it, and somebody who waits for the lock, or a later epoch that waits at the
+    gate. Cannot see: a lock that no line names. Sources: NeMo-RL PR 3612, SkyRL PR 2031.
     """
     found = []
     facts = waits.facts

@@ -18,9 +18,10 @@ _PAYLOAD: Final = frozenset({"send", "receive", "collective", "write"})
 def nocycle(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
     """R-NOCYCLE: a wait-for cycle over groups, threads or locks.
 
-    Sees: a phase queued behind another of the same rank while peers wait for it; phases that
-    name what they wait for and form a ring; groups that are joined in different orders.
-    Sources: TRL issue 6797, slime PR 2331, verl PR 7846.
+    Sees: a phase queued behind another of the same rank while peers wait for it; phases that name
+    what they wait for and form a ring; groups that are joined in different orders. Locks that are
+    taken in different orders count too. Cannot see: waits of threads that no line shows, and
+    members of a group that no line names. Sources: TRL issue 6797, slime PR 2331, verl PR 7846.
     """
     found = _queued(waits, explained) + _named_ring(waits, seen, explained)
     found += _locks(waits, seen, explained)
@@ -223,9 +224,9 @@ def _named(
 def ctrlplane(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
     """R-CTRLPLANE: a fence or control phase waits on a group that carries payload.
 
-    Sees: ranks in a fence on a group on which other ranks move payload, where those in the
-    fence did no such payload in this epoch: they are not behind it, they block it. Sources:
-    AReaL PR 1596, issue 1439.
+    Sees: ranks in a fence on a group on which other ranks move payload, where those in the fence
+    did no such payload in this epoch: they are not behind it, they block it. Cannot see: which
+    group a fence is on, where no line says so. Sources: AReaL PR 1596, issue 1439.
     """
     found = []
     for fence in waits.meets:

@@ -21,7 +21,8 @@ def handshake(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
 
     Sees: open waits of two roles that name different versions; the side that skipped one (its
     epochs have a gap), else the counterpart of the earliest wait, is guilty. Or a send with no
-    receiver that ever came although it is alive and idle. Sources: prime-rl PR 1667.
+    receiver that ever came although it is alive and idle. Cannot see: a log that ends between the
+    offer and its answer from one that hangs there. Sources: prime-rl PR 1667.
     """
     facts = waits.facts
     found = []

@@ -16,10 +16,13 @@ _TOLD: Final = ("http", "status", "code", "returned", "success", "swallowed", "i
 def gone(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
     """R-ALLOK, R-MEMBERS and R-REPORT: somebody waits for a rank that failed or is gone.
 
-    R-MEMBERS if it was gone before the epoch of the wait began, else R-ALLOK; R-REPORT instead
-    of R-ALLOK where the log shows that the error was at hand and did not reach who waits: it
-    came back as a reply, or the wait ended as a timeout. Sources: SkyRL PR 1737, NeMo-RL PR
-    3591, TRL issue 6796, Ray issue 64470.
+    Sees: a wait whose absentee failed, exited or left; where no line says who belongs to it, who
+    died on the way there. Cannot see: a rank that died without a line; that is R-DUMPSET.
+
+    R-MEMBERS if it was gone before the epoch of the wait began, else R-ALLOK; R-REPORT instead of
+    R-ALLOK where the log shows that the error was at hand and did not reach who waits: it came back
+    as a reply, or the wait ended as a timeout. Sources: SkyRL PR 1737, NeMo-RL PR 3591, TRL issue
+    6796, Ray issue 64470.
     """
     found = []
     for meet in waits.meets:
@@ -107,9 +110,9 @@ def _allok(root: Event, meet: Meet) -> str:
 def report(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
     """R-REPORT where nobody waits: an error was swallowed, and the next step went on.
 
-    Sees: a failed load, sync or resume after which that rank serves or publishes without
-    having done it again, or a caller that ends as a success while its callee failed. Sources:
-    NeMo-RL `prepare_for_generation`, TRL PR 6913.
+    Sees: a failed load, sync or resume after which that rank serves or publishes without having
+    done it again, or a caller that ends as a success while its callee failed. Cannot see: an error
+    that was swallowed before any line. Sources: NeMo-RL `prepare_for_generation`, TRL PR 6913.
     """
     found = []
     for failed, after, how in seen.swallowed:

@@ -10,7 +10,9 @@ __all__ = ("left_over",)
 def left_over(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
     """R-DUMPSET, or a wait that nothing in the log explains: both are `inconclusive`.
 
-    Sources: PyTorch issue 196968, PyTorch PR 150652.
+    Sees: waits at the end of the log that no other rule explains, and whom the log has no line of.
+    Cannot see: slow from stuck, which is why it is never an accusation. Sources: PyTorch issue
+    196968, PyTorch PR 150652.
     """
     found = []
     for meet in waits.meets:

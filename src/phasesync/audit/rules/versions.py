@@ -425,9 +425,9 @@ def _mismatch(attrs: Mapping[str, Any], prefixes: tuple[str, ...]) -> str | None
 class Scope:
     """R-SCOPE: outputs are bad, and nothing that phase logs can show is wrong.
 
-    Sees: an `output` that the log itself calls bad. It is no fault of order, fence, tag or
-    version, so the answer stays `ok` and says what would show more. Source: SGLang issue 15246,
-    vLLM RFC 48312.
+    Sees: an `output` that the log itself calls bad. It is no fault of order, fence, tag or version,
+    so the answer stays `ok` and says what would show more. Cannot see: anything of the output that
+    the log does not say. Source: SGLang issue 15246, vLLM RFC 48312.
     """
 
     rule = "R-SCOPE"
