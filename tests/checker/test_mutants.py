@@ -37,12 +37,25 @@ def test_each_shipped_fence_removed_is_refuted_under_options_that_are_named(name
         assert dict(mutant.refuted.options).keys() >= {decl.name for decl in protocol.options}
 
 
-@pytest.mark.parametrize("name", ["basic", "colocated_controller", "colocated_each"])
+@pytest.mark.parametrize("name", ["basic", "colocated_controller"])
 def test_no_mutant_of_a_shipped_protocol_survives(name: str) -> None:
     found = survey(load(name))
     assert ([m.mutation for m in found.survivors], found.undecided) == ([], ())
     assert all(not idle for _, _, idle in found.carries)
     assert survey_lines(found)[-1] == "no survivor"
+
+
+@pytest.mark.parametrize(
+    ("mutation", "says"),
+    [
+        ("load_state swallowed", "once after 7 steps, N = 2, optimizer_offload=true"),
+        ("abort releases memory", "race after 47 steps, N = 3, replica_size=3"),
+    ],
+)
+def test_what_it_takes_to_show_is_named(mutation: str, says: str) -> None:
+    """An option that is off by default, or a third rank in the replica."""
+    found = survey(load("colocated_each"), only=lambda each: each.name == mutation)
+    assert says in "\n".join(survey_lines(found))
 
 
 def test_what_is_no_mistake_is_not_planted() -> None:

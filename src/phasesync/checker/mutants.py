@@ -481,7 +481,7 @@ class _Try(NamedTuple):
 
 
 #: All tries are looked at briefly before any is looked at for long: most mistakes show soon.
-_PASSES = (5_000, 50_000, 5_000_000)
+_PASSES = (10_000, 50_000, 5_000_000)
 
 
 def _tries(
