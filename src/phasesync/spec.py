@@ -7,6 +7,7 @@ wrong ends as a ProtocolError, never as a traceback. The one file that imports y
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,16 @@ def check_file(name_or_path: str | Path) -> tuple[Protocol | None, tuple[Protoco
         right = "give a file that can be read, or the name of a shipped protocol"
         wrong = getattr(error, "strerror", None) or str(error)
         return None, (ProtocolError(f"cannot be read: {wrong}", right, file=str(name_or_path)),)
-    return check_text(text, _shown(where, name_or_path))
+    shown = _shown(where, name_or_path)
+    sound = _sound(text, shown)
+    return check_text(text, shown) if sound is None else (sound, ())
+
+
+@lru_cache(maxsize=32)
+def _sound(text: bytes, file: str) -> Protocol | None:
+    """The protocol, if nothing is wrong with it: the same text is the same value, made once."""
+    protocol, errors = check_text(text, file)
+    return None if errors else protocol
 
 
 def check_text(
