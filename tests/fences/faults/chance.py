@@ -407,8 +407,8 @@ async def _nothing_left(ground: Ground, keys: int, sockets: int, where: str) -> 
 
 def _left(ground: Ground, keys: int, sockets: int) -> dict[str, Any]:
     left = {
-        "keys": ground.keys() - keys,
-        "sockets": _sockets() - sockets,
+        "keys": max(ground.keys() - keys, 0),
+        "sockets": max(_sockets() - sockets, 0),
         "threads": [t.name for t in threading.enumerate() if t.name.startswith("phasesync.")],
         "tasks": [task for task in asyncio.all_tasks() if task is not asyncio.current_task()],
     }

@@ -248,6 +248,10 @@ class Actors:
             self._ray.kill(self._actors.pop(number))
         return [reports[number] for number in of]
 
+    def end(self) -> None:
+        for actor in self._actors:
+            self._ray.kill(actor)
+
     def _coordinator_pid(self, run: str) -> int:
         actor = self._ray.get_actor(f"phasesync.{run}.0", namespace="phasesync")
         pid: int = self._ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=30)
@@ -326,13 +330,25 @@ def table(cells: Sequence[Cell]) -> str:
 
 @contextmanager
 def actors_if(wanted: bool) -> Iterator[Actors | None]:
-    """Actors under a Ray of their own."""
+    """Actors under a Ray of their own, or under the one that is there."""
     if not wanted:
         yield None
         return
     import ray
 
-    root = str(Path(__file__).parents[3])
+    with ExitStack() as ended:
+        if not ray.is_initialized():
+            ended.enter_context(started_ray())
+        actors = Actors(ray)
+        ended.callback(actors.end)
+        yield actors
+
+
+@contextmanager
+def started_ray() -> Iterator[None]:
+    """Ray on this machine, with workers that find the tests."""
+    import ray
+
     ray.init(
         address="local",
         num_cpus=4,
@@ -340,10 +356,10 @@ def actors_if(wanted: bool) -> Iterator[Actors | None]:
         object_store_memory=80 * 2**20,
         log_to_driver=False,
         configure_logging=False,
-        runtime_env={"env_vars": {"PYTHONPATH": root}},
+        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[3])}},
     )
     try:
-        yield Actors(ray)
+        yield
     finally:
         ray.shutdown()
 

@@ -29,10 +29,10 @@ def broken_promises(
     return [
         *_split(reports),
         *_early(reports),
-        *_hung(survivors, host_lost),
+        *_hung(survivors),
         *_strange(survivors, host_lost),
         *_unnamed(survivors, guilty),
-        *_leaks(survivors, host_lost),
+        *_leaks(survivors),
     ]
 
 
@@ -57,7 +57,7 @@ def _early(reports: Sequence[Report]) -> Iterator[str]:
                     yield f"{life.rank} passed fence {record.generation} before all had entered"
 
 
-def _hung(survivors: Sequence[Report], host_lost: bool) -> Iterator[str]:
+def _hung(survivors: Sequence[Report]) -> Iterator[str]:
     for report in survivors:
         lag_s = report.ending.lag_s if report.ending else 0.0
         limit_s = report.life.deadline_s + GRACE_S + SLACK_S + 2 * lag_s
@@ -95,10 +95,7 @@ def _names_both_sides(cause: RootCause) -> bool:
     return cause.kind in ("digest", "disagreement") and "trainer/" in (cause.error or "")
 
 
-def _leaks(survivors: Sequence[Report], host_lost: bool) -> Iterator[str]:
+def _leaks(survivors: Sequence[Report]) -> Iterator[str]:
     for report in survivors:
-        # A connection that was being opened when the store froze ends when that answers: torch has
-        # no time-out for it, and shows nothing to cut. Its thread is nobody's any more.
-        opening = host_lost and report.life.transport == "store"
-        if report.ending is not None and report.ending.leaks and not opening:
+        if report.ending is not None and report.ending.leaks:
             yield f"{report.life.rank} left behind: {report.ending.leaks}"

@@ -1,6 +1,5 @@
 """`PHASESYNC_FAULTS` faults by chance, over every transport; `make faults` says how many."""
 
-import importlib.util
 import os
 from collections import Counter
 
@@ -14,9 +13,9 @@ TALLIES: dict[str, Counter[str]] = {}
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("over", OVER)
-def test_faults_by_chance(over: str) -> None:
-    if over == "ray" and importlib.util.find_spec("ray") is None and not os.environ.get("CI"):
-        pytest.skip("Ray is not installed: pip install 'phasesync[ray]'")
+def test_faults_by_chance(over: str, request: pytest.FixtureRequest) -> None:
+    if over == "ray":
+        request.getfixturevalue("shared_ray")
     count = max(round(COUNT * OVER[over]), 1)
     TALLIES[over] = faults_over(over, 0, count)
     assert TALLIES[over].total() >= count

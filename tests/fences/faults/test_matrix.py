@@ -1,7 +1,5 @@
 """Our column of the fault matrix: nobody passes alone, and every rank is told who it was."""
 
-import importlib.util
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -21,11 +19,9 @@ def cells_of(mechanism: str) -> Iterator[Cell]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mechanism", OURS)
-def test_every_fault_of_the_matrix(mechanism: str) -> None:
-    if mechanism == "phasesync ray" and importlib.util.find_spec("ray") is None:
-        if os.environ.get("CI"):
-            pytest.fail("the matrix needs Ray: pip install -c constraints.txt ray")
-        pytest.skip("Ray is not installed: pip install 'phasesync[ray]'")
+def test_every_fault_of_the_matrix(mechanism: str, request: pytest.FixtureRequest) -> None:
+    if mechanism == "phasesync ray":
+        request.getfixturevalue("shared_ray")
     for each in cells_of(mechanism):
         said = f"{mechanism}, {each.fault}: {each}; {each.said}"
         assert not each.hung, said
