@@ -21,7 +21,7 @@ def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
 
     Sees: ranks of one role that wait in different steps, each for the others, or for a rank that
     went past the step and did what comes after it. The minority that took the other branch is
-    guilty, unless it is the one that waits at a fence. Cannot see: a branch after which nobody
+    guilty. Cannot see: a branch after which nobody
     waits, nor whether a rank that is at work is on its way to the step or has gone past it.
     Sources: TensorRT-LLM PR 13564, verl PR 7851 (mixed configuration).
     """
@@ -59,7 +59,11 @@ def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
         explained.update(event.at for event in elsewhere.values())
         # Who waits where nobody meets has left the course of those who do.
         aside = all(event.action not in STEPS for event in elsewhere.values())
-        minority = aside or len(elsewhere) < len(meet.ranks)
+        guilty: tuple[Name, ...] = ()
+        if aside or len(elsewhere) < len(meet.ranks):
+            guilty = tuple(elsewhere)
+        elif len(meet.ranks) < len(elsewhere) and len({e.phase for e in elsewhere.values()}) == 1:
+            guilty = meet.ranks  # All others are together somewhere else.
         skipped = sorted(elsewhere.values(), key=lambda event: event.at)
         found.append(
             Finding.on(
@@ -69,7 +73,7 @@ def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
                 *(wait.event for wait in meet.waits[:6]),
                 *skipped[1:4],
                 strength=MISSING,
-                guilty=tuple(sorted(elsewhere, key=str)) if minority else (),
+                guilty=tuple(sorted(guilty, key=str)),
                 waiting=facts.waiting(),
             )
         )

@@ -7,7 +7,7 @@ from phasesync.audit.answer import MISSING, Finding
 from phasesync.audit.events import Event, Name
 from phasesync.audit.facts import group_of, ranks_in
 from phasesync.audit.rules.seen import Seen, lock_of
-from phasesync.audit.waits import STEPS, Meet, Waits, strongly_connected, waiters
+from phasesync.audit.waits import STEPS, Meet, Wait, Waits, strongly_connected, waiters
 
 __all__ = ("ctrlplane", "nocycle")
 
@@ -64,6 +64,15 @@ def nocycle(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             )
         )
     return found
+
+
+def _is_joint(fence: Meet, payload: list[Wait], waits: Waits) -> bool:
+    """Whether the payload is a collective of the ranks at the fence too: then they went another way
+    than their peers, which is R-SAMEPLAN.
+    """
+    kind = waits.facts.header.kind
+    kinds = {kind(rank) for rank in fence.ranks}
+    return all(wait.event.action == "collective" and {kind(wait.rank)} == kinds for wait in payload)
 
 
 def _is_awaited(rank: Name, meet: Meet, waits: Waits) -> bool:
@@ -248,7 +257,7 @@ def ctrlplane(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
                 for event in waits.facts.ranks[rank].finished(fence.epoch).values()
             )
         ]
-        if not payload or did:
+        if not payload or did or _is_joint(fence, payload, waits):
             continue
         explained.update(wait.event.at for wait in fence.waits)
         explained.update(wait.event.at for wait in payload)
