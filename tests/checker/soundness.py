@@ -19,7 +19,7 @@ from phasesync.checker.search import Budget
 from phasesync.core.kernel import Faults
 from phasesync.core.model import OptionValue
 from phasesync.core.options import assignments
-from phasesync.core.plan import Defect, resolve
+from phasesync.core.plan import Defect, Plan, resolve
 from phasesync.core.protocol import Protocol
 from phasesync.core.verdict import Undecided, Violated
 
@@ -32,7 +32,7 @@ SIZES = ((2, 2, 2, 2), (3, 3, 1, 1), (4, 2, 1, 1), (4, 4, 1, 1), (5, 5, 1, 1), (
 STATES_MAX = 30_000
 
 
-def same(plan):  # type: ignore[no-untyped-def]
+def same(plan: Plan) -> Plan:
     """No mutation at all."""
     return plan
 

@@ -41,6 +41,31 @@ def test_colocated_holds_for_any_n_and_cannot_deadlock_up_to_four() -> None:
     assert "recover" in report.reached
 
 
+@pytest.mark.parametrize(
+    ("name", "many"),
+    [
+        ("basic", 2),
+        ("colocated", 16),
+        ("colocated_controller", 2),
+        ("colocated_each", 192),
+        ("disagg_broadcast", 2),
+        ("verl_stock", 8),
+    ],
+)
+def test_every_shipped_protocol_is_safe_for_any_n_under_every_option(name: str, many: int) -> None:
+    """In one search for each plan that no other one covers, of a few thousand states at most."""
+    report = check(load(name), ranks=1, faults="none", settings=Settings())
+    assert reach(report, "safety") == ("holds", f"any N, {many} option assignments")
+    assert all(case.verdict.states < 5_000 for case in report.cases)
+
+
+def test_without_memory_it_is_undecided() -> None:
+    full = Settings(any_n=False, held=lambda: 3 << 30)
+    report = check(COLOCATED, ranks=2, settings=full)
+    assert isinstance(report.verdict, Undecided)
+    assert report.verdict.bound == "2 GiB of memory"
+
+
 @pytest.mark.parametrize("name", shipped())
 def test_every_shipped_protocol_holds_at_two(name: str) -> None:
     report = check(load(name), ranks=2, settings=QUICK)

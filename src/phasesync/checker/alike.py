@@ -97,6 +97,8 @@ class Alike:
             self.tables.rank_state(at, number) if slots[at].rank >= 0 else None
             for at, number in enumerate(states)
         ]
+        if all(s is None or (s.status in _LIVE and s.stage is Stage.EPOCH) for s in found):
+            return _Settled(states, (None,) * len(slots))
         for slot, state in enumerate(found):
             if state is not None and state.status in _LEFT:
                 found[slot] = self._left(slots[slot].rank, state)
