@@ -91,6 +91,7 @@ class Config:
 def _ray() -> Iterator[None]:
     root = str(Path(__file__).parents[2])
     ray.init(
+        "local",
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,

@@ -88,6 +88,7 @@ class Replica:
 @pytest.fixture(scope="module")
 def board() -> Iterator[Any]:
     ray.init(
+        "local",
         num_cpus=2,
         include_dashboard=False,
         logging_level="ERROR",
