@@ -107,11 +107,12 @@ class WorkerDict:
     """One worker of the job: verl's class under its own name, with its own method."""
 
     def __init__(self, rank: int, ledger: str, meet: str, late: int, engine: Any) -> None:
+        import torch.distributed as dist
         import verl.workers.engine_workers as ew
 
         from tests.verl import rank as ranks
 
-        ranks.dist.init_process_group("gloo", f"file://{meet}", rank=rank, world_size=RANKS)
+        dist.init_process_group("gloo", f"file://{meet}", rank=rank, world_size=RANKS)
         job = ranks.Job(ranks=RANKS, late={late: LATE_S})
         store = FileLedger(ledger)
         run = self._run = ranks.Run(job, rank, store)  # type: ignore[arg-type]
@@ -153,7 +154,7 @@ def _drive(late: int) -> None:
     scratch = tempfile.mkdtemp()
     ledger = f"{scratch}/ledger"
     Path(ledger).write_text("{}")
-    engine = ray.remote(num_cpus=0)(vLLMHttpServer).remote(ledger)  # type: ignore[call-overload]
+    engine = ray.remote(num_cpus=0)(vLLMHttpServer).remote(ledger)
     meet = f"{scratch}/meet"
     workers = [
         ray.remote(num_cpus=0)(WorkerDict).remote(rank, ledger, meet, late, engine)
