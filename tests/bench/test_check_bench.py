@@ -56,6 +56,8 @@ def test_a_tool_that_is_missing_has_a_row_that_says_so(monkeypatch: pytest.Monke
     assert ratios(rows) == {}
 
 
-def test_a_question_that_is_none() -> None:
+def test_a_question_or_a_tool_that_is_none() -> None:
+    with pytest.raises(InputError, match="no tool 'alloy'; tools are: phasesync, spin, tlc"):
+        bench_check(["product"], tools=("alloy",))
     with pytest.raises(InputError, match="questions are: product, crash, uniform, groups, any"):
         bench_check(["speed"])

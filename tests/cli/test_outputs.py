@@ -35,6 +35,29 @@ def test_check_writes_what_ci_and_people_read(run: Run, tmp_path: Path) -> None:
     assert "the fence is not open" in refused.err
 
 
+def test_check_says_whether_it_fits_and_shows_more_runs(run: Run, tmp_path: Path) -> None:
+    figures = {"capacity_gib": 50, "gib": {"params": 30, "cache": 25, "kv_cache": 40}}
+    (tmp_path / "figures.json").write_text(json.dumps(figures))
+    quick = ("check", "basic", "--ranks", "2", "--no-any-n", "--faults", "none")
+    said = run(*quick, "--memory", str(tmp_path / "figures.json"), "--show", "1")
+    assert said.code == 1
+    assert "peak 55 GiB of 50 GiB in train: does not fit" in said.out
+    assert "run 1 at N = 2" in said.out
+    found = json.loads(run(*quick, "--memory", str(tmp_path / "figures.json"), "--json").out)
+    assert (found["memory"]["fits"], found["lint"]) == (False, [])
+    assert run(*quick, "--memory", "/nosuch").code == 2
+
+
+def test_simulate_answers_what_ifs_and_says_which_fault_cannot_strike(run: Run) -> None:
+    said = run(
+        "simulate", "colocated", "--ranks", "16", "--epochs", "1", "--fault",
+        "slow:8-15@empty_cache*20", "--fault", "fail:1@load", "--what-if", "fence_scope=world",
+    )  # fmt: skip
+    assert "what if:" in said.out
+    assert "fence_scope=world" in said.out.splitlines()[-1]
+    assert "note: fail:1@load never struck; load is done by trainer/0" in said.err
+
+
 def test_export_promela(run: Run) -> None:
     said = run("check", "basic", "--export", "promela")
     assert said.code == 0

@@ -228,8 +228,11 @@ def bench_check(
     """Each of these tools on each question; `ranks` replaces the number of the first question.
 
     Raises:
-        InputError: a question is unknown, or a tool fails.
+        InputError: a question or a tool is unknown, or a tool fails.
     """
+    for tool in tools:
+        if tool not in TOOLS:
+            raise InputError(f"no tool {tool!r}; tools are: {', '.join(TOOLS)}")
     rows: list[Row] = []
     for name in questions or QUESTIONS:
         if name not in QUESTIONS:

@@ -17,6 +17,7 @@ from phasesync.cli.options import (
     pair_of,
     print_json,
     protocol_argument,
+    read_json,
     write_text,
 )
 from phasesync.core.model import OptionValue
@@ -24,6 +25,7 @@ from phasesync.core.protocol import Protocol
 from phasesync.core.verdict import Holds, Undecided, Verdict, Violated
 
 if TYPE_CHECKING:
+    from phasesync.checker.memory import Peak
     from phasesync.checker.report import Report
 
 __all__ = ("check",)
@@ -89,6 +91,7 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
             return BROKEN
         return UNDECIDED if found.undecided else OK
     change, name = _mutation(given)
+    peak = _peak(declared, given, options, change, time_limit)
     report = ask(
         declared,
         ranks=given["ranks"],
@@ -109,11 +112,9 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
             held=_held,
         ),
     )
-    _say_report(report, declared, given, as_json)
+    _say_report(report, declared, given, peak, as_json)
     _write(report, protocol, declared, given)
-    if given["memory"] is not None and not _fits(declared, given, options):
-        return BROKEN
-    return _code(report.verdict)
+    return BROKEN if peak is not None and not peak.fits else _code(report.verdict)
 
 
 def _held() -> int:
@@ -135,36 +136,48 @@ def _shown(report: "Report", given: dict[str, Any]) -> Iterable[str]:
     return shown(report, given["show"], faults, given["epochs"] or 1)
 
 
-def _say_report(report: "Report", declared: Protocol, given: dict[str, Any], as_json: bool) -> None:
-    """The report, and what lint doubts: a check answers for what is declared alone."""
+def _say_report(
+    report: "Report",
+    declared: Protocol,
+    given: dict[str, Any],
+    peak: "Peak | None",
+    as_json: bool,
+) -> None:
+    """The report, whether it fits, and what lint doubts: a check answers for the declaration."""
     from phasesync.lint import lint
     from phasesync.report.check_text import lint_lines, report_lines
 
     doubts = lint(declared)
     if as_json:
-        print_json(report.to_json() | {"lint": [str(found) for found in doubts]})
+        memory = None if peak is None else peak.to_json()
+        more = {"memory": memory, "lint": [str(found) for found in doubts]}
+        print_json(report.to_json() | more)
         return
-    for line in (*report_lines(report), *lint_lines(doubts), *_shown(report, given)):
+    fit = () if peak is None else (peak.says(),)
+    for line in (*report_lines(report), *fit, *lint_lines(doubts), *_shown(report, given)):
         click.echo(line)
 
 
-def _fits(protocol: Protocol, given: dict[str, Any], options: dict[str, OptionValue]) -> bool:
-    """Says on stderr how much a device holds at most; whether that is no more than it has."""
+def _peak(
+    protocol: Protocol,
+    given: dict[str, Any],
+    options: dict[str, OptionValue],
+    change: Callable[..., Any] | None,
+    limit_s: float,
+) -> "Peak | None":
+    """The most that a device holds, where figures are given; they are read before all else."""
     from phasesync.checker.memory import figures_of, peak
-    from phasesync.core import wire
+    from phasesync.checker.search import Budget
     from phasesync.core.plan import resolve
-    from phasesync.errors import LogError
 
-    try:
-        body = wire.decode(given["memory"].read_bytes())
-    except (OSError, ValueError) as error:
-        raise LogError(
-            f"{given['memory']}: {error}; write JSON with capacity_gib and gib"
-        ) from None
-    plan = resolve(protocol, {str(role): 2 for role in protocol.active_roles}, options)
-    found = peak(plan, figures_of(plan, body))
-    click.echo(found.says(), err=True)
-    return found.fits
+    if given["memory"] is None:
+        return None
+    body = read_json(given["memory"])
+    counts = {str(role): given["ranks"] or 2 for role in protocol.active_roles}
+    plan = resolve(protocol, counts, options)
+    figures = figures_of(plan, body)
+    budget = Budget(now=time.monotonic, until_s=time.monotonic() + limit_s)
+    return peak(change(plan) if change else plan, figures, budget=budget)
 
 
 def _write(report: "Report", protocol: str, declared: Protocol, given: dict[str, Any]) -> None:
