@@ -5,7 +5,8 @@ Two accesses conflict when they reach one cell and not both only read it, or rea
 far their programs are read, and no further. The footprint decides, not the rank.
 """
 
-from phasesync.checker.tables import BlockState, Row, Tables
+from phasesync.checker.rows import Row
+from phasesync.checker.tables import BlockState, Tables
 from phasesync.core.kernel import RankState, Stage, Status
 from phasesync.core.plan import Act, Plan, Step, Touch
 from phasesync.core.protocol import Verb

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from phasesync.checker.alike import Alike
 from phasesync.checker.apart import Apart
-from phasesync.checker.tables import BlockState, Move, Row, Tables, _Go
+from phasesync.checker.rows import Go, Move, Row
+from phasesync.checker.tables import BlockState, Tables
 from phasesync.core.kernel import Faults, Kind, Stage, Status
 
 __all__ = ("Around", "Moves", "Summary")
@@ -270,7 +271,7 @@ class _Draft:
         kind: Kind,
         slot: int,
         name: str,
-        go: _Go | None,
+        go: Go | None,
         *,
         arrives: int = 0,
         opens: int = 0,

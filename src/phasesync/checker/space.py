@@ -10,7 +10,8 @@ from typing import NamedTuple, TypeAlias
 
 from phasesync.checker.blocks import Block, blocks, shape
 from phasesync.checker.moves import Around, Moves, Summary
-from phasesync.checker.tables import Bits, Move, Tables
+from phasesync.checker.rows import Bits, Move
+from phasesync.checker.tables import Tables
 from phasesync.core.kernel import Faults, Kind, System, Verdict, initial
 from phasesync.core.plan import Defect, Plan
 

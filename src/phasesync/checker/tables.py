@@ -8,9 +8,10 @@ open, and broken) and its units. Whether a rank has arrived at a shut fence is r
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from phasesync.checker.blocks import NOBODY, Block, Slot, siblings
+from phasesync.checker.rows import Bits, Facts, Go, Memo, Row, Rows
 from phasesync.core.kernel import (
     PARTIAL,
     Faults,
@@ -43,162 +44,12 @@ from phasesync.core.plan import Act, Defect, Plan, Wait
 from phasesync.core.properties import raced, together, wanted
 from phasesync.core.protocol import Retry, Verb
 
-__all__ = ("Bits", "BlockState", "Facts", "Move", "Row", "Tables")
+__all__ = ("BlockState", "Tables")
 
 BlockState: TypeAlias = tuple[int, ...]
 Cells: TypeAlias = tuple[int, ...]
 _GONE = frozenset((Status.DEAD, Status.DEAD_ACTING))
 _BUSY = frozenset((Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
-
-
-class Memo(dict[int, int]):
-    """A function of one number that is worked out once."""
-
-    __slots__ = ("work",)
-
-    def __init__(self, work: Callable[[int], int]) -> None:
-        super().__init__()
-        self.work = work
-
-    def __missing__(self, key: int) -> int:
-        value = self[key] = self.work(key)
-        return value
-
-
-class Rows(dict[int, "Row"]):
-    """Where the rank of a unit stands, seen from one slot."""
-
-    __slots__ = ("work",)
-
-    def __init__(self, work: "Callable[[int], Row]") -> None:
-        super().__init__()
-        self.work = work
-
-    def __missing__(self, unit: int) -> "Row":
-        row = self[unit] = self.work(unit)
-        return row
-
-
-class Move(NamedTuple):
-    """One step of a block, and what it does to what the blocks share."""
-
-    kind: Kind
-    slot: int
-    name: str
-    block: int
-    arrives: int = 0  # the bit of a world fence
-    breaks: int = 0  # bits of world fences, where they are shut
-    faults: int = 0
-    bad: bool = False
-    earlier: bool = False  # all epochs were renumbered, one down
-
-
-class Facts(NamedTuple):
-    """What a rank's state says of fences: bits it awaits, and bits it has arrived at."""
-
-    awaits: int
-    awaits_world: int
-    arrived: int
-    arrived_world: int
-    gone: bool
-    leads: int
-    leads_world: int
-
-
-class Bits:
-    """Numbers for fence instances: (epoch, stage, scope, fence), shared by blocks of a shape."""
-
-    def __init__(self) -> None:
-        self.of: dict[tuple[int, Stage, object, str], int] = {}
-        self._order: dict[int, tuple[int, Stage, int]] = {}
-        self._first: dict[int, tuple[int, ...]] = {}
-
-    def __getitem__(self, key: tuple[int, Stage, object, str]) -> int:
-        return 1 << self.of.setdefault(key, len(self.of))
-
-    def place(self, bit: int, at: int) -> None:
-        """Says where in a program the fence of `bit` stands."""
-        epoch, stage, _, _ = self.key(bit)
-        self._order.setdefault(bit, (epoch, stage, at))
-
-    def key(self, bit: int) -> tuple[int, Stage, object, str]:
-        """Which fence instance a bit is."""
-        return list(self.of)[bit.bit_length() - 1]
-
-    def earlier(self, mask: int) -> int:
-        """The same fences, one epoch before."""
-        moved = 0
-        for bit in self.each(mask):
-            epoch, stage, scope, fence = self.key(bit)
-            moved |= self[(epoch - 1, stage, scope, fence)]
-        return moved
-
-    def each(self, mask: int) -> tuple[int, ...]:
-        """The bits of a mask."""
-        return tuple(1 << n for n in range(mask.bit_length()) if mask >> n & 1)
-
-    def lowest(self, shut: int, broken: int) -> tuple[int, ...]:
-        """Of the shut fences, the next one of each scope, unless one before it is broken."""
-        key = shut | broken << 256
-        found = self._first.get(key)
-        if found is None:
-            lowest: dict[object, int] = {}
-            for bit in self.each(shut):
-                scope = self.key(bit)[2]
-                best = lowest.get(scope)
-                if best is None or self._order[bit] < self._order[best]:
-                    lowest[scope] = bit
-            fallen = {self.key(bit)[:3] for bit in self.each(broken)}
-            found = self._first[key] = tuple(
-                bit for bit in lowest.values() if self.key(bit)[:3] not in fallen
-            )
-        return found
-
-
-class Row:
-    """A rank's state as its slot sees it: where it stands, and what it may do."""
-
-    __slots__ = (
-        "act",
-        "bit",
-        "bit_world",
-        "breaks",
-        "breaks_world",
-        "facts",
-        "first",
-        "first_name",
-        "first_world",
-        "go",
-        "hears",
-        "members",
-        "recovers",
-        "state",
-        "status",
-        "wait",
-    )
-
-    def __init__(self, state: RankState, facts: Facts) -> None:
-        self.state = state
-        self.status = state.status
-        self.facts = facts
-        self.act: Act | None = None
-        self.wait: Wait | None = None
-        self.bit = self.bit_world = 0
-        self.breaks = self.breaks_world = 0
-        self.first = self.first_world = 0
-        self.first_name = ""
-        self.hears = self.recovers = False
-        self.members: tuple[int, ...] = ()
-        self.go: dict[Kind, _Go] = {}
-
-
-class _Go(NamedTuple):
-    """A move of one rank: what becomes of its own unit and of the others that it touches."""
-
-    own: Memo
-    others: tuple[tuple[int, Memo], ...] = ()
-    wants: tuple[tuple[int, Memo], ...] = ()
-    checked: tuple[int, ...] = ()
 
 
 class Tables:
@@ -443,20 +294,20 @@ class Tables:
                 for kind in (Kind.END, Kind.FAIL):
                     after = advance(plan, rank, state, kind, name)
                     row.go[kind] = self._acted(slot, act, after, Moment(kind))
-                row.go[Kind.HANG] = _Go(self._op(slot, state._replace(status=Status.HUNG), None))
+                row.go[Kind.HANG] = Go(self._op(slot, state._replace(status=Status.HUNG), None))
             case Status.READY if row.wait:
                 after = advance(plan, rank, state, Kind.ARRIVE, name)
                 synced = "device_synchronised" in row.wait.established
                 row.go[Kind.ARRIVE] = self._synced(slot, state, after, synced)
             case Status.WAITING:
                 after = advance(plan, rank, state, Kind.PASS, name)
-                row.go[Kind.PASS] = _Go(self._op(slot, after, None))
+                row.go[Kind.PASS] = Go(self._op(slot, after, None))
             case Status.STOPPED | Status.ABORTED if row.recovers:
                 after = advance(plan, rank, state, Kind.RECOVER, "")
-                row.go[Kind.RECOVER] = _Go(self._op(slot, after, None))
+                row.go[Kind.RECOVER] = Go(self._op(slot, after, None))
             case Status.FINISHED:
                 after = advance(plan, rank, state, Kind.BEGIN, "")
-                row.go[Kind.BEGIN] = _Go(self._op(slot, after, None))
+                row.go[Kind.BEGIN] = Go(self._op(slot, after, None))
             case Status.DEAD_ACTING if act:
                 row.go[Kind.LAND] = self._landed(slot, rank, state, act)
             case _:
@@ -484,7 +335,7 @@ class Tables:
 
     def _acted(
         self, slot: int, act: Act, after: RankState, moment: Moment, *, wants: bool = False
-    ) -> _Go:
+    ) -> Go:
         epoch = after.epoch
 
         def work(cells: Cells) -> Cells:
@@ -497,10 +348,10 @@ class Tables:
             judged = tuple((at, self._lost(at, act)) for at in devices)
         return self._went(slot, after, devices, key, work, judged, devices)
 
-    def _aborted(self, slot: int, rank: int, state: RankState, after: RankState) -> _Go:
+    def _aborted(self, slot: int, rank: int, state: RankState, after: RankState) -> Go:
         touches = abort_touches(self.plan, rank, state)
         if not touches:
-            return _Go(self._op(slot, after, None))
+            return Go(self._op(slot, after, None))
 
         def work(cells: Cells) -> Cells:
             return aborted(self.plan, cells, rank, state)
@@ -521,9 +372,9 @@ class Tables:
         pair = ((who[self.slots[other].rank], theirs),)
         return next(raced(self.plan, who[rank], act, pair), None) is not None
 
-    def _synced(self, slot: int, state: RankState, after: RankState, synced: bool) -> _Go:
+    def _synced(self, slot: int, state: RankState, after: RankState, synced: bool) -> Go:
         if not synced or not state.pending:
-            return _Go(self._op(slot, after, None))
+            return Go(self._op(slot, after, None))
         pending = state.pending
 
         def work(cells: Cells) -> Cells:
@@ -532,7 +383,7 @@ class Tables:
         devices = tuple(sorted({self.device_slot[at // self.width] for at in pending}))
         return self._went(slot, after, devices, ("sync", pending), work)
 
-    def _crashed(self, slot: int, rank: int, state: RankState) -> _Go:
+    def _crashed(self, slot: int, rank: int, state: RankState) -> Go:
         here = next_step(self.plan, rank, state)
         acting = state.status in (Status.ACTING, Status.HUNG) and isinstance(here, Act)
         led = acting and isinstance(here, Act) and here.led
@@ -552,7 +403,7 @@ class Tables:
             devices |= set(self._devices(here))
         return self._went(slot, after, tuple(sorted(devices)), ("crash", rank, state), work)
 
-    def _landed(self, slot: int, rank: int, state: RankState, act: Act) -> _Go:
+    def _landed(self, slot: int, rank: int, state: RankState, act: Act) -> Go:
         def work(cells: Cells) -> Cells:
             return landed(self.plan, cells, rank, state)
 
@@ -569,10 +420,10 @@ class Tables:
         work: Callable[[Cells], Cells],
         wants: tuple[tuple[int, Memo], ...] = (),
         checked: tuple[int, ...] = (),
-    ) -> _Go:
+    ) -> Go:
         others = tuple((at, self._op(at, None, work, key)) for at in devices if at != slot)
         own = self._op(slot, after, work if slot in devices else None, key)
-        return _Go(own, others, wants, checked)
+        return Go(own, others, wants, checked)
 
     # ------------------------------------------------------------------- one unit's functions
 
