@@ -80,7 +80,8 @@ def cause_of(rank: Rank, error: BaseException) -> RootCause:
 
 
 def in_thread(work: Callable[[], T], *, name: str = "phasesync.work") -> "asyncio.Future[T]":
-    """Run blocking work in a daemon thread of its own. Cancelling does not reach the thread."""
+    """Run blocking work in a daemon thread of its own, and let go of it when the wait is cancelled:
+    that does not reach the thread. `runtime.calls.in_thread` is the one that waits for its end."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -91,8 +92,11 @@ def in_thread(work: Callable[[], T], *, name: str = "phasesync.work") -> "asynci
     def run() -> None:
         try:
             result = work()
-        except Exception as error:
+        except StopIteration as stop:  # A future refuses it.
+            error: BaseException = RuntimeError(f"the work raised {stop!r}")
             answer: tuple[Callable[[Any], None], Any] = (future.set_exception, error)
+        except BaseException as caught:
+            answer = (future.set_exception, caught)
         else:
             answer = (future.set_result, result)
         with suppress(RuntimeError):  # The loop is closed: nobody waits any more.

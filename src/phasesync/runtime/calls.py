@@ -11,6 +11,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from phasesync.fences import driver
+
 __all__ = ("GRACE_S", "BlockingCalls", "in_thread", "waited")
 
 GRACE_S = 30.0
@@ -56,12 +58,9 @@ class BlockingCalls:
 
 
 async def in_thread(call: Callable[[], Any], *, name: str, grace_s: float = GRACE_S) -> Any:
-    """The result of one blocking call, made in a thread of its own."""
-    calls = BlockingCalls(name, grace_s=grace_s)
-    try:
-        return await calls.run(call)
-    finally:
-        calls.close()
+    """The result of one blocking call, made in a thread of its own; cancelled, it waits for the
+    call to end. `fences.driver.in_thread` is the one that lets go."""
+    return await waited(driver.in_thread(call, name=name), grace_s)
 
 
 async def waited(

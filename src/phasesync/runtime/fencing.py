@@ -68,10 +68,12 @@ class RankFences:
         self._incarnation = incarnation
         self._mono_ns = mono_ns
         self._generations: dict[int, int] = {}
+        self._epochs_begun = 0
         self._members: tuple[Plan | None, dict[int, tuple[Rank, ...]]] = (None, {})
 
     def begin(self) -> None:
         """A new epoch: nothing is passed, broken or arrived at."""
+        self._epochs_begun += 1
         for seen in (self.passed, self.broken, self.arrived, self.waits_s):
             seen.clear()
 
@@ -93,8 +95,13 @@ class RankFences:
             version=Version(self.version),
             digest=plan.digest,
             members=members,
-            deadline_s=wait.deadline_s,
+            deadline_s=self._patience_s(state, wait),
         )
+
+    def _patience_s(self, state: RankState, wait: Wait) -> float:
+        """How long to wait: in a rank's first epoch perhaps longer, for what is done only once."""
+        is_first = self._epochs_begun <= 1 and state.stage is Stage.EPOCH
+        return (is_first and wait.first_deadline_s) or wait.deadline_s
 
     def _members_of(self, plan: Plan, scope: int) -> tuple[Rank, ...]:
         """The members of a scope, listed once a plan: there may be thousands."""
