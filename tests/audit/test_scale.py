@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_what_is_odd_is_found_in_any_epoch_by_any_number_of_processes(
 def test_a_reader_that_dies_is_gone_on_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = audit_paths([run], jobs=1)[0]
     read = pool._Reader._read
-    times = []
+    times: list[None] = []
 
     def dying(self: pool._Reader) -> bool:
         times.append(None)
@@ -91,7 +92,7 @@ def test_a_reader_that_dies_is_gone_on_for(run: Path, monkeypatch: pytest.Monkey
 def test_a_reader_that_does_not_start_is_done_without(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert audit_paths([run], jobs=2)[0].verdict == "ok"
 
 

@@ -74,8 +74,12 @@ def without(protocol: Protocol, fence: str) -> Protocol:
     return replace(protocol, steps=steps)
 
 
-def simulate(fault: Fault, seed: int, ranks: int, runs: Path) -> None:
-    """Run simulated ranks once with `fault`; a rank that hangs does so for ever."""
+def simulate(fault: Fault, seed: int, ranks: int, runs: Path) -> SimWorld:
+    """Run simulated ranks once with `fault`; a rank that hangs does so for ever.
+
+    Keep the world until its journals are read: with it goes what a crashed rank left behind, and
+    the clean-up of that would still write.
+    """
     place = f"{fault.kind}:{fault.rank}@{fault.phase}"
     faults = [] if fault.kind == "mixed" else [f"{place}#{fault.epoch}"]
     if fault.kind == "slow":
@@ -99,13 +103,13 @@ def simulate(fault: Fault, seed: int, ranks: int, runs: Path) -> None:
 
     with contextlib.suppress(SimFailed):
         world.run(main, allow=(Exception,))
+    return world
 
 
-def play(fault: Fault, seed: int, ranks: int, runs: Path) -> None:
+def play(fault: Fault, seed: int, ranks: int, runs: Path) -> object:
     """Run the world once with `fault`."""
     if fault.kind in (*SIMULATED, "mixed"):
-        simulate(fault, seed, ranks, runs)
-        return
+        return simulate(fault, seed, ranks, runs)
     world = World(ranks, runs, seed=seed, pause_s=0.001)
     place = (fault.rank, fault.phase, fault.epoch)
     if fault.kind == "failure":
@@ -119,6 +123,7 @@ def play(fault: Fault, seed: int, ranks: int, runs: Path) -> None:
         world.late = {(late, phase): 0.05}
         world.epochs = 1
     asyncio.run(world.go())
+    return world
 
 
 def is_right(fault: Fault, answer: Answer) -> bool:
@@ -146,8 +151,9 @@ def main(runs: int = 1000, first: int = 0) -> int:
         ranks = chance.choice([2, 4])
         fault = fault_of(chance, ranks)._replace(ranks=ranks)
         with tempfile.TemporaryDirectory() as folder:
-            play(fault, seed, ranks, Path(folder))
+            world = play(fault, seed, ranks, Path(folder))
             answer = audit_paths([folder])[0]
+            del world
         right = is_right(fault, answer)
         missed += not right
         said = f"{answer.verdict} {answer.rule or ''}".strip()

@@ -4,14 +4,12 @@ What a journal says is believed; what it lacks is a finding. A rank whose log is
 never covered by an `ok`, and is the first suspect of whatever it was needed for.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from phasesync.audit.answer import (
     BROKEN,
-    FAILED,
     NOTE,
     SUSPECTED,
     Answer,
@@ -19,10 +17,12 @@ from phasesync.audit.answer import (
     Finding,
 )
 from phasesync.audit.auditor import Audit
+from phasesync.audit.breaks import Breaks
 from phasesync.audit.clocks import Clocks
 from phasesync.audit.conformance import Conformance
 from phasesync.audit.events import EMPTY, Event, Header, text_of
 from phasesync.audit.gist import Block, Gist
+from phasesync.audit.lacking import Lacking
 from phasesync.audit.luck import Luck
 from phasesync.audit.merge import instance_of
 from phasesync.audit.rules.base import Rule
@@ -31,6 +31,7 @@ from phasesync.audit.rules.residue import Drift
 from phasesync.audit.rules.service import Timeouts, Windows
 from phasesync.audit.rules.versions import Evidenced, Monotone, Scope, Versions
 from phasesync.audit.rules.waiting import Hangs
+from phasesync.audit.told import Told
 from phasesync.audit.traces import RawLine
 from phasesync.audit.vocabulary import Meaning
 from phasesync.core.protocol import Protocol
@@ -71,52 +72,6 @@ _KEPT: Final = (
     "slot",
     "tags",
 )
-_ROOTS: Final = frozenset({"failed", "dead", "evidence", "cancelled", "deadline", "store_lost"})
-_NOBODY: Final = frozenset({"store_lost", "restarted", "duplicate"})
-
-
-class _Cause(NamedTuple):
-    """Why a fence broke, as a `fence.break` line says it."""
-
-    kind: str
-    ranks: tuple[str, ...]
-    phase: str | None
-    epoch: int
-
-
-class _Rank:
-    """What one rank's journals tell of themselves."""
-
-    __slots__ = (
-        "boots",
-        "cut",
-        "epoch",
-        "exit",
-        "failed",
-        "first",
-        "incarnation",
-        "last",
-        "phase",
-        "seq",
-        "status",
-        "stopped",
-        "waits",
-    )
-
-    def __init__(self) -> None:
-        self.seq = -1
-        self.incarnation = -1
-        self.first: Evidence | None = None
-        self.last: Evidence | None = None
-        self.exit: str | None = None
-        self.epoch: int | None = None
-        self.phase: str | None = None
-        self.failed: tuple[Evidence, str | None, str] | None = None
-        self.stopped = False
-        self.cut: str | None = None
-        self.waits: tuple[object, ...] | None = None
-        self.status = ""
-        self.boots: set[object] = set()
 
 
 class JournalAudit:
@@ -141,22 +96,17 @@ class JournalAudit:
         self.audit = Audit(header, DECLARED) if declared else Audit(header)
         self.clocks = Clocks()
         self.at = 0
-        self._ranks: dict[str, _Rank] = {}
+        self._ranks: dict[str, Told] = {}
         self._counts: dict[str, int] = {}
-        self._causes: dict[_Cause, tuple[Evidence, Mapping[str, Any], int]] = {}
-        self._missed: dict[_Cause, dict[str, str | None]] = {}
-        self._judged: dict[tuple[object, ...], tuple[Evidence, Any]] = {}
         self._arrived: dict[tuple[object, ...], dict[str, tuple[Evidence, list[Any]]]] = {}
         self._hashes: dict[tuple[object, ...], tuple[str, str, Evidence]] = {}
         self._scopes: dict[str, tuple[str, ...]] = {}
         self._digests: dict[object, dict[str, Evidence]] = {}
         self._names: dict[tuple[str, int], str] = {}
         self._planned = False
-        self._incomplete: set[str] = set()
-        self._hosts: dict[str, str] = {}
-        self._begins: dict[str, tuple[int, Evidence]] = {}
-        self._kept: dict[str, int] = {}
         self._luck: Luck | None = None
+        self._breaks = Breaks(self._ranks, self.audit.facts, self._arrived)
+        self._lacking = Lacking(self._ranks, self.audit.facts)
 
     # ------------------------------------------------------------------ lines
 
@@ -200,10 +150,10 @@ class JournalAudit:
 
     def _name(self, key: tuple[str, int]) -> str:
         name = self._names[key] = f"{text_of(key[0], 60)}/{key[1]}"
-        self._ranks.setdefault(name, _Rank())
+        self._ranks.setdefault(name, Told())
         return name
 
-    def _sequence(self, name: str, rank: _Rank, line: Mapping[str, Any], where: Evidence) -> None:
+    def _sequence(self, name: str, rank: Told, line: Mapping[str, Any], where: Evidence) -> None:
         """A line that does not follow the last one of its rank: lost lines, or another start."""
         incarnation = line.get("incarnation", 0)
         seq = line.get("seq")
@@ -213,12 +163,12 @@ class JournalAudit:
             rank.incarnation = incarnation if type(incarnation) is int else 0
             rank.exit, rank.first = None, rank.first or where
             if line.get("event") == "journal.part" and type(seq) is int:
-                self._begins.setdefault(name, (seq, where))
+                self._lacking.begins(name, seq, where)
             elif seq not in (0, None):
-                self._incomplete.add(name)
+                self._lacking.incomplete.add(name)
                 self._note(f"{name}: its first line is number {seq}", where, SUSPECTED)
             return
-        self._incomplete.add(name)
+        self._lacking.incomplete.add(name)
         if type(seq) is not int:
             self._note(f"{name}: a line without its number", where, SUSPECTED)
         elif seq > rank.seq + 1:
@@ -230,7 +180,7 @@ class JournalAudit:
         """Take in an epoch of a rank that was judged as a whole."""
         gist = block.gist
         assert gist is not None
-        rank = self._ranks.setdefault(name, _Rank())
+        rank = self._ranks.setdefault(name, Told())
         rank.seq, rank.incarnation = gist.seq + gist.count - 1, gist.incarnation
         rank.epoch = gist.epoch
         rank.last = Evidence(block.file, block.last)
@@ -240,12 +190,12 @@ class JournalAudit:
 
     def position(self, name: str) -> tuple[int, int]:
         """The incarnation of a rank's last line, and its number."""
-        rank = self._ranks.setdefault(name, _Rank())
+        rank = self._ranks.setdefault(name, Told())
         return rank.incarnation, rank.seq
 
     def omit(self, name: str, block: Block) -> None:
         """Leave out a block of a rank, but for where it ends."""
-        rank = self._ranks.setdefault(name, _Rank())
+        rank = self._ranks.setdefault(name, Told())
         for raw in block.lines():
             if raw.data is None:
                 self.bad(block.file, raw)
@@ -284,7 +234,7 @@ class JournalAudit:
         trial._planned = True
         trial.audit.facts.members.update(self.audit.facts.members)
         for name, gist in ranks.items():
-            rank = trial._ranks[name] = _Rank()
+            rank = trial._ranks[name] = Told()
             rank.seq, rank.incarnation = gist.seq - 1, gist.incarnation
         return trial
 
@@ -300,7 +250,7 @@ class JournalAudit:
             found
             + len(self.audit.findings)
             + len(self.audit.facts.failures)
-            + len(self._causes)
+            + len(self._breaks)
             + len(self._counts)
         )
 
@@ -355,7 +305,7 @@ class JournalAudit:
         )
 
     def _phase(
-        self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
+        self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
     ) -> None:
         event = line["event"]
         phase = str(line.get("phase"))
@@ -387,7 +337,7 @@ class JournalAudit:
         self._event(at, where, name, line, kind, phase, attrs, self.audit.facts.header.means(phase))
 
     def _arrive(
-        self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
+        self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
     ) -> None:
         instance = instance_of(line)
         self.clocks.arrive(instance, line)
@@ -414,7 +364,7 @@ class JournalAudit:
         self._event(at, where, name, line, "start", str(line.get("fence")), attrs, _FENCE)
 
     def _pass(
-        self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
+        self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
     ) -> None:
         instance = instance_of(line)
         rank.waits = None
@@ -464,7 +414,7 @@ class JournalAudit:
         )
 
     def _decide(
-        self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
+        self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
     ) -> None:
         """The list that was judged, against each rank's own line and against the tickets."""
         judged = line.get("judged")
@@ -488,7 +438,7 @@ class JournalAudit:
             self._hashes.setdefault(instance, (sha256(judged), name, where))
 
     def _break(
-        self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
+        self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
     ) -> None:
         instance = instance_of(line)
         rank.stopped = True
@@ -497,22 +447,12 @@ class JournalAudit:
             self.audit.add(
                 self._split(at, line, f"open for {known[1]}, broken for {name}", where, known[2])
             )
-        kind = str(line.get("cause_kind"))
-        ranks = tuple(map(str, line.get("cause_ranks") or ()))
-        phase, epoch = line.get("cause_phase"), line.get("epoch")
-        cause = _Cause(
-            kind, ranks, str(phase) if phase else None, epoch if type(epoch) is int else 0
-        )
-        if cause not in self._causes and len(self._causes) < 1024:
-            self._causes[cause] = (where, line, at)
-            if kind == "deadline":
-                told = ranks or tuple(map(str, line.get("missing") or ()))
-                self._missed[cause] = self._absentees(instance, told)
+        self._breaks.note(at, where, instance, line)
         attrs = {"group": str(line.get("scope")), "call": line.get("generation")}
         self._event(at, where, name, line, "abort", str(line.get("fence")), attrs, _FENCE)
 
     def _begin(
-        self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
+        self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
     ) -> None:
         epoch = line.get("epoch")
         rank.epoch = epoch if type(epoch) is int else rank.epoch
@@ -529,18 +469,18 @@ class JournalAudit:
             self._luck.begin(name)
 
     def _end(
-        self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
+        self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
     ) -> None:
         rank.phase = None
         rank.status = "failed" if line.get("error") else "ended"
 
     def _exit(
-        self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
+        self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
     ) -> None:
         rank.exit = "bad" if line.get("error_type") else "good"
 
     def _plan(
-        self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
+        self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
     ) -> None:
         """Who belongs to which scope, from the plan that the run agreed on."""
         members = line.get("members")
@@ -557,52 +497,22 @@ class JournalAudit:
                 facts.members[f"{group}/{index}"] = inside
         for each in names:
             facts.rank(each)
-        devices, place = line.get("devices"), line.get("place")
-        if isinstance(devices, list) and isinstance(place, list):
-            for each, on in zip(names, place, strict=False):
-                if type(on) is int and 0 <= on < len(devices):
-                    self._hosts[each] = str(devices[on]).rpartition("/")[0]
+        self._lacking.planned(names, line)
 
     def _start(
-        self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
+        self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
     ) -> None:
         boot = line.get("boot")
         if boot is not None:
             rank.boots.add(str(boot))
 
     def _part(
-        self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
+        self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
     ) -> None:
-        """A new file of the same journal says from which line on older ones were kept."""
-        kept = line.get("kept_seq")
-        if type(kept) is int:
-            self._kept[name] = max(kept, self._kept.get(name, 0))
-
-    def _cut_off(self) -> list[Finding]:
-        """Journals that begin later than their rotation left them."""
-        late = {
-            name: begin
-            for name, begin in self._begins.items()
-            if begin[0] > self._kept.get(name, 0)
-        }
-        self._incomplete.update(late)
-        return [
-            Finding(
-                rule="R-DUMPSET",
-                strength=SUSPECTED,
-                at=-1,
-                because=(
-                    f"the journal of {name} begins at line number {seq}, and its rotation kept all "
-                    f"from {self._kept.get(name, 0)} on: a file of it is missing"
-                ),
-                evidence=(where,),
-                record_next=(f"every file of the journal of {name}",),
-            )
-            for name, (seq, where) in late.items()
-        ]
+        self._lacking.part(name, line)
 
     def _other(
-        self, at: int, where: Evidence, name: str, rank: _Rank, line: Mapping[str, Any]
+        self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
     ) -> None:
         return
 
@@ -610,12 +520,12 @@ class JournalAudit:
 
     def answer(self) -> Answer:
         """The verdict on the run."""
-        lacking = [*self._lacking(), *self._cut_off()]
+        lacking = self._lacking.findings(self._breaks.blamed)
         if self.conformance is not None:
             for finding in self.conformance.findings:
-                self.audit.add(self._believed(finding))
+                self.audit.add(self._lacking.believed(finding))
         lucky = self._luck.findings() if self._luck else []
-        for finding in (*self._from_causes(), *lacking, *lucky):
+        for finding in (*self._breaks.findings(), *lacking, *lucky):
             self.audit.add(finding)
         for finding in self.clocks.findings():
             self.audit.add(finding)
@@ -623,193 +533,6 @@ class JournalAudit:
         answer = self.audit.answer(run=self.run)
         skews = [each.to_json() for each in self.clocks.skews()]
         return replace(answer, extra={"clocks": skews}) if skews else answer
-
-    def _believed(self, finding: Finding) -> Finding:
-        """What the kernel found, unless a line that it needed may be missing."""
-        if finding.strength != BROKEN or not self._incomplete:
-            return finding
-        near = set(map(str, finding.guilty))
-        for scope, members in self.audit.facts.members.items():
-            if scope != "world" and near & set(map(str, members)):
-                near |= set(map(str, members))
-        if not near & self._incomplete:
-            return finding
-        who = ", ".join(sorted(near & self._incomplete))
-        return replace(
-            finding,
-            strength=SUSPECTED,
-            guilty=(),
-            because=f"{finding.because}; but lines of {who} are missing",
-            record_next=(f"every line of the journal of {who}",),
-        )
-
-    def _from_causes(self) -> list[Finding]:
-        """Why fences broke, as all ranks were told: who failed, died, or never came."""
-        found = []
-        for cause, (where, line, at) in self._causes.items():
-            told = [self._ranks[name].failed for name in cause.ranks if name in self._ranks]
-            if cause.kind == "failed" and cause.ranks and all(told):
-                continue  # That rank's own journal says it, and earlier.
-            found.append(self._cause(cause, where, line, at))
-        return found
-
-    def _cause(self, cause: _Cause, where: Evidence, line: Mapping[str, Any], at: int) -> Finding:
-        """Who is to blame for a broken fence, and in which phase."""
-        kind, ranks, phase = cause.kind, cause.ranks, cause.phase
-        error = text_of(line.get("error") or "", 300)
-        fence = str(line.get("fence"))
-        missing = tuple(map(str, line.get("missing") or ()))
-        guilty = ranks or missing if kind not in _NOBODY else ()
-        if cause in self._missed:
-            guilty = tuple(self._missed[cause])
-        rule: str | None = None
-        strength = FAILED
-        lines = [where]
-        place = phase
-        for name in guilty:
-            rank = self._ranks.get(name)
-            if rank is not None and rank.last is not None:
-                lines.append(rank.last)
-                place = place or self._missed.get(cause, {}).get(name) or rank.phase
-        who = ", ".join(guilty) or "nobody"
-        if kind == "deadline":
-            because = f"{who} did not come to fence {fence!r} before its deadline"
-            if place:
-                because += f"; its journal ends in {place}"
-        elif kind == "dead":
-            because = f"{who} died" + (f" in {place}" if place else "")
-        elif kind == "digest":
-            rule, strength = "R-SAMEPLAN", BROKEN
-            guilty = self._minority(ranks)
-            because = f"ranks hold different plans: {error}"
-        elif kind == "evidence":
-            rule = "R-FREED" if "free" in error else None
-            strength = BROKEN if rule else FAILED
-            because = f"{who} could not show what fence {fence!r} requires"
-        elif kind == "store_lost":
-            strength = SUSPECTED
-            because = f"the fence transport was lost at {fence!r}; what it decided is not known"
-        else:
-            because = f"{who}: {kind}" + (f" in {place}" if place else "")
-        if error and kind not in ("digest",):
-            because += f": {error}"
-        epoch = line.get("epoch")
-        return Finding(
-            rule=rule,
-            strength=strength,
-            at=self._since(guilty, at),
-            because=because,
-            epoch=epoch if type(epoch) is int else None,
-            phase=place,
-            fence=None if place else fence,
-            guilty=guilty,
-            evidence=tuple(dict.fromkeys(lines)),
-            record_next=("progress marks in long phases",) if kind == "deadline" else (),
-        )
-
-    def _absentees(
-        self, fence: tuple[object, ...], missing: tuple[str, ...]
-    ) -> dict[str, str | None]:
-        """Who a fence waited for when it broke, and in which phase each was: in place of a rank
-        that itself waited at another one, who was missing there.
-        """
-        found: dict[str, str | None] = {}
-        left = list(missing)
-        seen = {fence}
-        while left:
-            name = left.pop(0)
-            rank = self._ranks.get(name)
-            at = rank.waits if rank is not None else None
-            if at is None:
-                found[name] = (rank.phase or rank.cut) if rank is not None else None
-            elif at not in seen:
-                seen.add(at)
-                came = self._arrived.get(at, {})
-                members = map(str, self.audit.facts.members.get(str(at[1]), ()))
-                left += [member for member in members if member not in came]
-        return found or dict.fromkeys(missing)
-
-    def _since(self, guilty: tuple[str, ...], at: int) -> int:
-        """When a cause began: at the last line of who is gone, not when peers were told."""
-        facts = self.audit.facts
-        ends = [
-            known.last.at
-            for name in guilty
-            if (known := facts.ranks.get(name)) is not None and known.last is not None
-        ]
-        return min([*ends, at])
-
-    def _minority(self, ranks: tuple[str, ...]) -> tuple[str, ...]:
-        world = self.audit.facts.header.ranks
-        return ranks if ranks and 2 * len(ranks) < len(world) else ()
-
-    def _lacking(self) -> list[Finding]:
-        """Members without a journal, and journals that stop where others went on."""
-        facts = self.audit.facts
-        found = []
-        expected = set(facts.header.ranks) | set(facts.members.get("world", ()))
-        blamed = {name for cause in self._causes for name in cause.ranks}
-        for _, line, _ in self._causes.values():
-            blamed |= set(map(str, line.get("missing") or ()))
-        names = sorted(str(each) for each in expected)
-        known = {name: self._ranks.get(name) for name in names}
-        lost = [name for name, rank in known.items() if rank is None or rank.last is None]
-        self._incomplete.update(lost)
-        found += self._lost(lost)
-        for name, rank in known.items():
-            if rank is None or rank.last is None:
-                continue
-            if rank.exit is not None or name in blamed:
-                continue
-            ahead = max((other.epoch or 0 for other in self._ranks.values()), default=0)
-            others_left = any(other.exit for other in self._ranks.values())
-            if (rank.epoch or 0) < ahead or others_left:
-                found.append(self._cut_short(name, rank))
-        return found
-
-    def _lost(self, names: Sequence[str]) -> list[Finding]:
-        """Journals that are not here, those of a whole host together."""
-        every = Counter(self._hosts.values())
-        here = Counter(self._hosts[name] for name in names if name in self._hosts)
-        whole = {host for host, count in here.items() if host and count == every[host]}
-        what = {
-            f"every journal of host {text_of(host, 80)} is missing": tuple(
-                name for name in names if self._hosts.get(name) == host
-            )
-            for host in sorted(whole)
-        }
-        what |= {
-            f"the journal of {name} is missing": (name,)
-            for name in names
-            if self._hosts.get(name) not in whole
-        }
-        return [
-            Finding(
-                rule="R-DUMPSET",
-                strength=SUSPECTED,
-                at=-1,
-                because=because + (f" ({', '.join(ranks[:8])})" if len(ranks) > 1 else ""),
-                record_next=tuple(f"the journal of {name}" for name in ranks[:8]),
-            )
-            for because, ranks in what.items()
-        ]
-
-    def _cut_short(self, name: str, rank: _Rank) -> Finding:
-        where = f" in {rank.phase}" if rank.phase else ""
-        return Finding(
-            rule="R-DUMPSET",
-            strength=SUSPECTED,
-            at=(1 << 59) + 1,
-            because=(
-                f"the journal of {name} stops{where} in epoch {rank.epoch}, while others went "
-                "on: it "
-                "died, or its last lines are missing"
-            ),
-            phase=rank.phase,
-            epoch=rank.epoch,
-            evidence=(rank.last,) if rank.last else (),
-            record_next=(f"the whole journal of {name}",),
-        )
 
 
 _KINDS: Final = {
@@ -819,7 +542,7 @@ _KINDS: Final = {
     "phase.progress": "progress",
     "phase.dispatch": "progress",
 }
-_Taker = Callable[[JournalAudit, int, Evidence, str, _Rank, Mapping[str, Any]], None]
+_Taker = Callable[[JournalAudit, int, Evidence, str, Told, Mapping[str, Any]], None]
 _TAKERS: Final[dict[str, _Taker]] = {
     "phase.start": JournalAudit._phase,
     "phase.end": JournalAudit._phase,
