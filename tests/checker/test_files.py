@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from phasesync.bench.check import MODELS
 from phasesync.checker import Report, Settings, check
 from phasesync.checker.mutants import without_fence
 from phasesync.checker.search import search
@@ -134,6 +135,16 @@ def test_spin_counts_the_same_states(name: str, tmp_path: Path) -> None:
     states, errors = spin(promela(plan), tmp_path)
     assert errors == 0
     assert states - explicit(plan) in range(4), "Spin also counts the start of the processes"
+
+
+def test_spin_looks_elsewhere_too(tmp_path: Path) -> None:
+    plan = resolve(load(MODELS / "fence_pml.yaml"), 2)
+    states, errors = spin(promela(plan, 1), tmp_path)
+    counted = search(Space(plan, Faults(), 1, symmetry=False, reduction=False)).states
+    assert errors == 0
+    assert states - counted in range(4)
+    _, errors = spin(promela(without_fence("at_fence")(plan), 1), tmp_path)
+    assert errors == 1
 
 
 @pytest.mark.parametrize("fence", ["staged", "memory_released"])

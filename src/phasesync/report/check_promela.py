@@ -47,6 +47,8 @@ class _Model:
         yield f"byte cell[{len(plan.start)}];"
         yield f"byte doing[{len(plan.members)}];"
         yield f"byte came[{max(1, len(self.fences))}];"
+        if plan.elsewhere:
+            yield f"#define ELSEWHERE ({' || '.join(self._apart())})"
         for rank in range(len(plan.members)):
             yield f"proctype R{rank}() {{"
             yield from self._process(rank)
@@ -141,6 +143,16 @@ class _Model:
             case _:
                 pass
 
+    def _apart(self) -> Iterator[str]:
+        """Each way in which one of a pair is held while the other is held on another device."""
+        width = len(self.plan.protocol.resources)
+        devices = range(len(self.plan.devices))
+        for one, two in self.plan.elsewhere:
+            for here in devices:
+                far = [f"cell[{at * width + two}] % 4" for at in devices if at != here]
+                if far:
+                    yield f"(cell[{here * width + one}] % 4 && ({' || '.join(far)}))"
+
     def _never(self, act: Act) -> Iterator[str]:
         width = len(self.plan.protocol.resources)
         devices = {touch.cell // width for touch in act.touches}
@@ -148,6 +160,8 @@ class _Model:
             if pair.device in devices:
                 held = " && ".join(f"cell[{at}] % 4 != 0" for at in pair.cells)
                 yield f"    assert(!({held})); /* never {', '.join(pair.resources)} */"
+        if self.plan.elsewhere and len(self.plan.devices) > 1:
+            yield "    assert(!ELSEWHERE);"
 
     def _wait(self, wait: Wait, epoch: int, pending: list[int]) -> Iterator[str]:
         number = self.fences[epoch, wait.scope, wait.fence]
