@@ -301,7 +301,9 @@ def _matcher(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.IGNORECASE)
 
 
-_MEMORY: Final = _matcher(r"\boom\b|out.?of.?memory|cuda.?malloc|cumem|alloc\w*.?fail|no.?memory")
+_MEMORY: Final = _matcher(
+    r"\boom\b|out.?of.?memory|cuda.?malloc|cumem|memory.?alloc|alloc\w*.?fail|no.?memory"
+)
 _TIMEOUT: Final = _matcher(r"time.?d?.?out|deadline|watchdog|expired")
 _GONE: Final = _matcher(r"lost|kill|died|dead|exit|reset.by.peer|segfault|sigkill|crash|preempt")
 _IDLE: Final = _matcher(r"idle|busy|in.?flight|running.?req|pending|not.?empty|assert.?flush|queue")
