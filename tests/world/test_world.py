@@ -117,7 +117,9 @@ def test_in_turn_alone_does_not_find_it() -> None:
 
 def test_exhaustive_ends_by_itself() -> None:
     runs = SimWorld(2).explore(colocated(fence=True), strategy="exhaustive", preemptions=1)
-    assert 2 < runs < 100
+    assert runs == 12
+    with pytest.raises(SimFailed, match=r"undecided after 5 runs: \d+ more to try, up to 1 "):
+        SimWorld(2).explore(colocated(True), strategy="exhaustive", preemptions=1, runs=5)
 
 
 def test_a_crash_breaks_the_fence_for_the_others() -> None:

@@ -430,7 +430,7 @@ class SimWorld:
         self,
         main: Main,
         *,
-        runs: int = 100,
+        runs: int | None = None,
         strategy: str = "seed",
         preemptions: int = 2,
         spread: float = 0.5,
@@ -441,17 +441,19 @@ class SimWorld:
 
         `strategy` is `seed` (each by its own seed), `pct`, or `exhaustive`: every schedule in
         which a rank that could go on is held up at most `preemptions` times, places taking no
-        time. Else they take their time, give or take `spread`.
+        time. Else they take their time, give or take `spread`. Left out, `runs` is 100, and
+        without end where all are to be tried: a search that was cut short is no pass.
 
         Raises:
             SimFailed: one of them goes wrong; it names the seed and schedule that replay it.
         """
         __tracebackhide__ = True
+        many = 100 if runs is None else runs
         match strategy:
             case "seed":
-                made: Iterator[Scheduler] = (Seeded(self.seed + at) for at in range(runs))
+                made: Iterator[Scheduler] = (Seeded(self.seed + at) for at in range(many))
             case "pct":
-                made = (Pct(self.seed + at) for at in range(runs))
+                made = (Pct(self.seed + at) for at in range(many))
             case "exhaustive":
                 return self._exhaustive(main, runs, preemptions, allow, check)
             case _:
@@ -470,7 +472,7 @@ class SimWorld:
     def _exhaustive(
         self,
         main: Main,
-        runs: int,
+        runs: int | None,
         preemptions: int,
         allow: tuple[type[BaseException], ...],
         check: Callable[[Outcome], None] | None,
@@ -479,7 +481,11 @@ class SimWorld:
         __tracebackhide__ = True
         todo: list[tuple[tuple[int, ...], int]] = [((), 0)]
         done = 0
-        while todo and done < runs:
+        while todo:
+            if done == runs:
+                left = f"{len(todo)} more to try, up to {preemptions} preemptions"
+                why = f"undecided after {runs} runs: {left}; give it more runs, or fewer of these"
+                raise SimFailed(why, self._outcome)
             prefix, held = todo.pop()
             outcome = self.run(
                 main, schedule=Replay(prefix, timeless=True), allow=allow, check=check
