@@ -1,12 +1,13 @@
 """The kernel told as stories: commands at the margin, refusals and changes of memory indented."""
 
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasesync.core import kernel
+from phasesync.core import kernel, memory
 from phasesync.core.kernel import (
     Event,
     Faults,
@@ -217,19 +218,19 @@ def _no_effect(plan: Plan, value: int, touch: object, moment: object, version: i
 
 
 @pytest.mark.parametrize(
-    ("name", "bug"),
+    ("where", "name", "bug"),
     [
-        ("_decided", _opens_with_one),
-        ("apply", _no_effect),
-        ("_fail_rest", lambda plan, fences, rank, state: fences),
-        ("synchronised", lambda plan, cells, pending: cells),
+        (kernel, "_decided", _opens_with_one),
+        (memory, "apply", _no_effect),
+        (kernel, "_fail_rest", lambda plan, fences, rank, state: fences),
+        (kernel, "synchronised", lambda plan, cells, pending: cells),
     ],
     ids=["opens too early", "no effects", "failure not passed on", "release never happens"],
 )
 def test_a_bug_in_the_kernel_changes_the_count(
-    name: str, bug: object, monkeypatch: pytest.MonkeyPatch
+    where: ModuleType, name: str, bug: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, name, bug)
+    monkeypatch.setattr(where, name, bug)
     assert count(BASIC, FAULT) != SOUND
 
 
@@ -246,6 +247,6 @@ def test_enqueued_releases_wait_for_the_device() -> None:
 
 
 def test_every_verb_has_effects_or_leaves_the_cell() -> None:
-    touched = {verb for verb, _ in kernel._EFFECTS}
+    touched = {verb for verb, _ in memory._EFFECTS}
     assert touched | {Verb.NEEDS, Verb.USES, Verb.ENSURES} == set(Verb)
-    assert {moment for _, moment in kernel._EFFECTS} == set(Moment)
+    assert {moment for _, moment in memory._EFFECTS} == set(Moment)

@@ -1,23 +1,52 @@
 """The verbs: what may happen next, and what the system is after it.
 
 Checker, runtime and auditor all ask here. None may have a second opinion. Three small tables hold
-everything: what a rank may do (`_MOVES`), what an action does to memory (`_EFFECTS`) and what an
-action wants of memory (`_WANTS`). The runtime walks one rank's state, the checker the whole system,
-the auditor whatever was logged; all three look up the same rows.
+everything: what a rank may do (`_MOVES`, here), what an action does to memory (`core/memory.py`),
+and what it wants of memory (`core/properties.py`). The runtime walks one rank's state, the checker
+the whole system, the auditor whatever was logged; all three look up the same rows.
 
 The kernel knows epochs and versions, never seconds, files, sockets or torch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from enum import IntEnum, StrEnum
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
+from phasesync.core.memory import (
+    INPUTS,
+    KEEPS,
+    NONE,
+    PARTIAL,
+    SHARED,
+    Mapped,
+    Moment,
+    apply,
+    cell,
+    content_of,
+    input_lost,
+    mapped_of,
+    synchronised,
+    touched,
+)
 from phasesync.core.plan import Act, Defect, Plan, Step, Touch, Wait
 from phasesync.core.protocol import Row, Verb
+from phasesync.core.state import (
+    NO_FAULTS,
+    EngineState,
+    Event,
+    Faults,
+    FenceState,
+    Kind,
+    Late,
+    RankState,
+    Stage,
+    Status,
+    System,
+    Verdict,
+)
 from phasesync.errors import Refused
 
 __all__ = (
+    "INPUTS",
     "KEEPS",
     "NONE",
     "NO_FAULTS",
@@ -62,220 +91,6 @@ __all__ = (
     "touched",
     "woken",
 )
-
-
-class Status(IntEnum):
-    """Where a rank stands within its step."""
-
-    READY = 0
-    ACTING = 1
-    WAITING = 2
-    STOPPED = 3  # its own action failed
-    ABORTED = 4  # it learned that somebody else's did
-    DEAD = 5
-    DEAD_ACTING = 6  # dead, and the call it had made to the engine is still under way
-    FINISHED = 7
-    HUNG = 8
-
-
-class Stage(IntEnum):
-    """The epoch's own steps, or the recovery after it."""
-
-    EPOCH = 0
-    RECOVER = 1
-
-
-class Kind(StrEnum):
-    """What may happen to a rank, or to a fence."""
-
-    START = "start"
-    END = "end"
-    FAIL = "fail"
-    ARRIVE = "arrive"
-    REFUSE = "refuse"  # arrive as failed: a precondition of the fence was not met
-    PASS = "pass"
-    ABORT = "abort"
-    RECOVER = "recover"
-    BEGIN = "begin"
-    CRASH = "crash"
-    LAND = "land"  # a dead leader's call reaches its end on the engine
-    NOTICE = "notice"  # somebody tells that a rank is dead
-    HANG = "hang"
-    DEADLINE = "deadline"
-    RESTART = "restart"  # the dead are replaced, and all begin the next epoch
-    WAKE = "wake"  # a call of an older incarnation reaches the engine after all
-
-
-class Mapped(IntEnum):
-    """Whether memory is mapped; `unknown` and `lost` count as mapped for `never`."""
-
-    NO = 0
-    YES = 1
-    UNKNOWN = 2
-    LOST = 3
-
-
-class Moment(StrEnum):
-    """When in an action's life an effect falls."""
-
-    START = "start"
-    END = "end"
-    FAIL = "fail"
-    SYNC = "sync"  # the device was synchronised: what was enqueued has happened
-
-
-class Verdict(IntEnum):
-    """What was decided of a fence instance, once."""
-
-    SHUT = 0
-    OPEN = 1
-    BROKEN = 2
-
-
-NONE = -1
-PARTIAL = -2
-KEEPS = -3
-_VERSION = -4
-
-#: Verbs that may be in progress together on one cell: all of them leave it as it is for others.
-SHARED = frozenset((Verb.NEEDS, Verb.USES, Verb.FILLS))
-
-
-class Event(NamedTuple):
-    """Something that happens: `rank` counts in `Plan.members`, `name` is a phase or fence."""
-
-    kind: Kind
-    rank: int
-    name: str
-
-
-class RankState(NamedTuple):
-    """Where a rank stands. `pending` are cells whose release the device has yet to perform."""
-
-    status: Status = Status.READY
-    epoch: int = 1
-    stage: Stage = Stage.EPOCH
-    at: int = 0
-    pending: tuple[int, ...] = ()
-    incarnation: int = 0
-
-
-class FenceState(NamedTuple):
-    """One fence instance: arrivals are bits, one a rank, and count only while it is shut; the
-    first verdict stays."""
-
-    epoch: int
-    stage: Stage
-    scope: int
-    fence: str
-    arrived: int = 0
-    verdict: Verdict = Verdict.SHUT
-
-
-class EngineState(NamedTuple):
-    """A passive role's instance: calls below the floor are refused; `poisoned` never serves."""
-
-    floor: int = 0
-    poisoned: bool = False
-
-
-class Late(NamedTuple):
-    """A call to an engine whose caller was replaced before it came back."""
-
-    rank: int
-    state: RankState
-
-
-class System(NamedTuple):
-    """The state of all ranks, all memory, all fences and all engines, the faults so far, and the
-    calls of older incarnations that may still come."""
-
-    ranks: tuple[RankState, ...]
-    cells: tuple[int, ...]
-    fences: tuple[FenceState, ...] = ()
-    engines: tuple[EngineState, ...] = ()
-    faults: int = 0
-    late: tuple[Late, ...] = ()
-
-
-class Faults(NamedTuple):
-    """Which faults may happen, how many in all, and whether deadlines and notices are on."""
-
-    most: int = 0
-    crash: bool = False
-    fail: bool = False
-    hang: bool = False
-    deadlines: bool = False
-    notices: bool = True
-    aborts: bool = True
-    restart: bool = False
-
-
-# ----------------------------------------------------------------------------- memory cells
-
-
-def cell(mapped: Mapped, content: int = NONE) -> int:
-    """A memory cell as one number."""
-    return mapped | (content + 2) << 2
-
-
-def mapped_of(value: int) -> Mapped:
-    """Whether the cell is mapped."""
-    return Mapped(value & 3)
-
-
-def content_of(value: int) -> int:
-    """The cell's content: NONE, PARTIAL or a weight version."""
-    return (value >> 2) - 2
-
-
-_EFFECTS: dict[tuple[Verb, Moment], tuple[int, int]] = {
-    (Verb.ACQUIRES, Moment.START): (Mapped.UNKNOWN, KEEPS),
-    (Verb.ACQUIRES, Moment.END): (Mapped.YES, NONE),
-    (Verb.ACQUIRES, Moment.FAIL): (Mapped.UNKNOWN, NONE),
-    (Verb.RELEASES, Moment.START): (Mapped.UNKNOWN, KEEPS),
-    (Verb.RELEASES, Moment.END): (Mapped.NO, NONE),
-    (Verb.RELEASES, Moment.FAIL): (Mapped.UNKNOWN, NONE),
-    (Verb.RELEASES, Moment.SYNC): (Mapped.NO, NONE),
-    (Verb.WRITES, Moment.START): (KEEPS, PARTIAL),
-    (Verb.WRITES, Moment.END): (KEEPS, _VERSION),
-    (Verb.WRITES, Moment.FAIL): (KEEPS, PARTIAL),
-    (Verb.FILLS, Moment.START): (KEEPS, _VERSION),
-    (Verb.FILLS, Moment.END): (KEEPS, _VERSION),
-    (Verb.FILLS, Moment.FAIL): (KEEPS, _VERSION),
-    (Verb.DISCARDS, Moment.START): (KEEPS, PARTIAL),
-    (Verb.DISCARDS, Moment.END): (KEEPS, NONE),
-    (Verb.DISCARDS, Moment.FAIL): (KEEPS, PARTIAL),
-}
-
-
-def apply(plan: Plan, value: int, touch: Touch, moment: Moment, version: int) -> int:
-    """The cell after `touch` at `moment` of an action that works on weight `version`."""
-    if touch.verb is Verb.ENSURES:
-        return _ensured(plan, value, touch, moment)
-    row = _EFFECTS.get((touch.verb, moment))
-    if row is None:
-        return value
-    mapped, content = row
-    if content == _VERSION:
-        content = version
-    if content != KEEPS and not plan.content[touch.cell]:
-        content = NONE
-    return cell(
-        mapped_of(value) if mapped == KEEPS else Mapped(mapped),
-        content_of(value) if content == KEEPS else content,
-    )
-
-
-def _ensured(plan: Plan, value: int, touch: Touch, moment: Moment) -> int:
-    """Recovery puts a cell back to `start:`; what is there stays, what failed is unknown."""
-    goal = Mapped.YES if plan.start[touch.cell] else Mapped.NO
-    if mapped_of(value) is goal:
-        return value
-    if moment is Moment.END:
-        content = PARTIAL if plan.content[touch.cell] and goal is Mapped.YES else NONE
-        return cell(goal, content)
-    return cell(Mapped.UNKNOWN, content_of(value))
 
 
 # ------------------------------------------------------------------------------- one rank
@@ -428,9 +243,6 @@ def initial(plan: Plan) -> System:
     )
 
 
-NO_FAULTS = Faults()
-
-
 def enabled(
     plan: Plan, system: System, faults: Faults = NO_FAULTS, epochs: int = 2
 ) -> Iterator[Event]:
@@ -572,29 +384,6 @@ def step(plan: Plan, system: System, event: Event) -> System:
     return System(ranks, cells, _kept(plan, ranks, fences), engines, faults, system.late)
 
 
-INPUTS = frozenset((Verb.NEEDS, Verb.USES, Verb.WRITES, Verb.FILLS, Verb.DISCARDS))
-
-
-def input_lost(cells: Sequence[int], act: Act) -> bool:
-    """Whether a crash took what the action works on: then it fails, and nobody broke a rule."""
-    return any(
-        touch.verb in INPUTS and cells[touch.cell] & 3 == Mapped.LOST for touch in act.touches
-    )
-
-
-def touched(
-    plan: Plan, cells: tuple[int, ...], act: Act, moment: Moment, version: int
-) -> tuple[int, ...]:
-    if not act.touches:
-        return cells
-    after = list(cells)
-    for touch in act.touches:
-        if moment is Moment.END and act.enqueued and touch.verb is Verb.RELEASES:
-            continue
-        after[touch.cell] = apply(plan, after[touch.cell], touch, moment, version)
-    return tuple(after)
-
-
 def abort_touches(plan: Plan, rank: int, state: RankState) -> tuple[Touch, ...]:
     """What an aborted rank does to memory: nothing, in a sound plan. It keeps what it has."""
     if not plan.defects & _ABORTS:
@@ -623,15 +412,6 @@ def aborted(plan: Plan, cells: tuple[int, ...], rank: int, state: RankState) -> 
     after = list(cells)
     for touch in touches:
         after[touch.cell] = apply(plan, after[touch.cell], touch, Moment.END, state.epoch)
-    return tuple(after)
-
-
-def synchronised(plan: Plan, cells: tuple[int, ...], pending: tuple[int, ...]) -> tuple[int, ...]:
-    if not pending:
-        return cells
-    after = list(cells)
-    for number in pending:
-        after[number] = apply(plan, after[number], Touch(Verb.RELEASES, number), Moment.SYNC, 0)
     return tuple(after)
 
 
