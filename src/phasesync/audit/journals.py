@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from phasesync.audit.answer import (
-    BROKEN,
     NOTE,
     SUSPECTED,
     Answer,
@@ -31,11 +30,11 @@ from phasesync.audit.rules.residue import Drift
 from phasesync.audit.rules.service import Timeouts, Windows
 from phasesync.audit.rules.versions import Evidenced, Monotone, Scope, Versions
 from phasesync.audit.rules.waiting import Hangs
+from phasesync.audit.tickets import Tickets
 from phasesync.audit.told import Told
 from phasesync.audit.traces import RawLine
 from phasesync.audit.vocabulary import Meaning
 from phasesync.core.protocol import Protocol
-from phasesync.core.wire import sha256
 
 __all__ = ("DECLARED", "FORMAT", "JournalAudit")
 
@@ -98,14 +97,11 @@ class JournalAudit:
         self.at = 0
         self._ranks: dict[str, Told] = {}
         self._counts: dict[str, int] = {}
-        self._arrived: dict[tuple[object, ...], dict[str, tuple[Evidence, list[Any]]]] = {}
-        self._hashes: dict[tuple[object, ...], tuple[str, str, Evidence]] = {}
-        self._scopes: dict[str, tuple[str, ...]] = {}
-        self._digests: dict[object, dict[str, Evidence]] = {}
         self._names: dict[tuple[str, int], str] = {}
         self._planned = False
         self._luck: Luck | None = None
-        self._breaks = Breaks(self._ranks, self.audit.facts, self._arrived)
+        self._tickets = Tickets()
+        self._breaks = Breaks(self._ranks, self.audit.facts, self._tickets.arrived)
         self._lacking = Lacking(self._ranks, self.audit.facts)
 
     # ------------------------------------------------------------------ lines
@@ -342,20 +338,7 @@ class JournalAudit:
         instance = instance_of(line)
         self.clocks.arrive(instance, line)
         if line.get("caller") != "outside":
-            if len(self._arrived) > 4096:
-                self._arrived.pop(next(iter(self._arrived)))
-            status = "failed" if line.get("status") == "failed" else "ok"
-            row = [
-                name,
-                line.get("incarnation", 0),
-                status,
-                line.get("seq"),
-                line.get("free_bytes"),
-            ]
-            self._arrived.setdefault(instance, {})[name] = (where, row)
-        digest = line.get("digest")
-        if line.get("fence") == "plan" and isinstance(digest, str):
-            self._digests.setdefault(instance, {})[name] = where
+            self._tickets.arrive(where, name, instance, line)
         if line.get("status") == "failed":
             return
         rank.waits = instance
@@ -369,84 +352,24 @@ class JournalAudit:
         instance = instance_of(line)
         rank.waits = None
         self.clocks.passed(instance, line)
-        ticket = line.get("ticket")
-        if isinstance(ticket, dict):
-            self._ticket(at, where, name, instance, ticket, line)
+        for finding in self._tickets.passed(at, where, name, instance, line):
+            self.audit.add(finding)
         attrs = {"group": str(line.get("scope")), "call": line.get("generation")}
         self._event(at, where, name, line, "end", str(line.get("fence")), attrs, _FENCE)
-
-    def _ticket(
-        self,
-        at: int,
-        where: Evidence,
-        name: str,
-        instance: tuple[object, ...],
-        ticket: Mapping[str, Any],
-        line: Mapping[str, Any],
-    ) -> None:
-        """One instance has one verdict: all tickets of it carry one hash."""
-        found = str(ticket.get("hash"))
-        known = self._hashes.get(instance)
-        if known is None:
-            if len(self._hashes) > 4096:
-                self._hashes.pop(next(iter(self._hashes)))
-            self._hashes[instance] = (found, name, where)
-        elif known[0] != found:
-            self.audit.add(
-                self._split(
-                    at, line, f"{name} and {known[1]} hold different tickets", where, known[2]
-                )
-            )
-
-    def _split(self, at: int, line: Mapping[str, Any], what: str, *lines: Evidence) -> Finding:
-        fence = str(line.get("fence"))
-        return Finding(
-            rule="R-EPOCH",
-            strength=BROKEN,
-            at=at,
-            because=(
-                f"fence {fence!r} ({text_of(line.get('scope'), 60)}, generation "
-                f"{text_of(line.get('generation'), 20)}): {what}"
-            ),
-            epoch=line.get("epoch") if type(line.get("epoch")) is int else None,
-            fence=fence,
-            evidence=lines,
-        )
 
     def _decide(
         self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
     ) -> None:
-        """The list that was judged, against each rank's own line and against the tickets."""
-        judged = line.get("judged")
-        if not isinstance(judged, list):
-            return
-        instance = instance_of(line)
-        arrived = self._arrived.get(instance, {})
-        for row in judged:
-            if not isinstance(row, list) or len(row) < 4:
-                self._note("a judged list that is none", where, SUSPECTED)
-                return
-            own = arrived.get(str(row[0]))
-            if own is not None and row[2] == "ok" and own[1][1 : len(row)] != row[1:]:
-                what = f"it judged {row[0]} by an arrival that is not in that rank's journal"
-                self.audit.add(self._split(at, line, what, where, own[0]))
-        known = self._hashes.get(instance)
-        if line.get("verdict") == "open" and known is not None and known[0] != sha256(judged):
-            what = f"the ticket of {known[1]} is not of the list that was judged"
-            self.audit.add(self._split(at, line, what, where, known[2]))
-        elif line.get("verdict") == "open":
-            self._hashes.setdefault(instance, (sha256(judged), name, where))
+        for finding in self._tickets.decided(at, where, name, instance_of(line), line):
+            self.audit.add(finding)
 
     def _break(
         self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
     ) -> None:
         instance = instance_of(line)
         rank.stopped = True
-        if instance in self._hashes:
-            known = self._hashes[instance]
-            self.audit.add(
-                self._split(at, line, f"open for {known[1]}, broken for {name}", where, known[2])
-            )
+        for finding in self._tickets.broken(at, where, name, instance, line):
+            self.audit.add(finding)
         self._breaks.note(at, where, instance, line)
         attrs = {"group": str(line.get("scope")), "call": line.get("generation")}
         self._event(at, where, name, line, "abort", str(line.get("fence")), attrs, _FENCE)
