@@ -5,6 +5,7 @@ crash, so that they are asked there alone (`make bench`), and here where all are
 """
 
 import os
+import resource
 
 import pytest
 
@@ -19,7 +20,7 @@ def asked(name: str, *tools: str, ranks: int | None = None) -> dict[str, Row]:
             if os.environ.get("CI"):
                 pytest.fail(f"{tool}: {lack}")
             pytest.skip(f"{tool}: {lack}")
-    rows = bench_check([name], ranks=ranks, tools=(OURS, *tools))
+    rows = bench_check([name], ranks=ranks, tools=(OURS, *tools), limit_s=250)
     print(table(rows))
     return {row.tool: row for row in rows}
 
@@ -39,13 +40,14 @@ def test_a_crash_at_eight_ranks_is_ten_times_faster_than_spin() -> None:
     assert times[QUESTIONS["crash"].says, "spin"] >= 10
 
 
-@pytest.mark.parametrize(("name", "seconds"), [("uniform", 5), ("groups", 10), ("any", 1)])
+@pytest.mark.parametrize(("name", "seconds"), [("uniform", 5), ("groups", 10), ("any", 2)])
 def test_what_the_others_cannot_be_asked(name: str, seconds: float) -> None:
-    """Interpreter and imports included; a machine that tests keep busy may take twice as long."""
+    """Processor time, interpreter and imports included: tests beside this one take none of it."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     row = asked(name)[OURS]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert row.verdict == "holds"
-    assert row.seconds is not None
-    assert row.seconds < 2 * seconds
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < seconds
 
 
 def test_a_tool_that_is_missing_has_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
