@@ -12,12 +12,13 @@ from phasesync.audit.events import Event, Header
 from phasesync.audit.facts import Facts, Open
 from phasesync.audit.policy import judge
 from phasesync.audit.rules.base import Rule
+from phasesync.audit.rules.commands import AllRanks, FanOut
 from phasesync.audit.rules.epochs import FenceEpoch
 from phasesync.audit.rules.fences import Covers, FencePost
 from phasesync.audit.rules.memory import Fence
 from phasesync.audit.rules.payload import Exclusive, Lifetime
 from phasesync.audit.rules.residue import Drift, Freed, Rollback
-from phasesync.audit.rules.service import AllRanks, FanOut, Quiet, Timeouts, Windows
+from phasesync.audit.rules.service import Quiet, Timeouts, Windows
 from phasesync.audit.rules.tags import Contents, Mapped, Once, TagSets
 from phasesync.audit.rules.versions import Evidenced, Monotone, Prerequisites, Scope, Versions
 from phasesync.audit.rules.waiting import Hangs
