@@ -89,6 +89,8 @@ class RankRunner:
         incarnation: int = 0,
         runs: Path | str | None = None,
         fsync: str = "none",
+        keep_epochs: int | None = None,
+        max_bytes: int | None = None,
         plan_deadline_s: float = 600.0,
         unchecked: bool = False,
         wall: Callable[[], float] = time.time,
@@ -121,6 +123,8 @@ class RankRunner:
             incarnation=incarnation,
             device=self._device.name,
             fsync=fsync,
+            keep_epochs=keep_epochs,
+            max_bytes=max_bytes,
             mono_ns=mono_ns,
             wall=wall,
         )
