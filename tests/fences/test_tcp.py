@@ -18,7 +18,7 @@ from phasesync.core.fence_messages import GREETING_BYTES, frame, greeting
 from phasesync.core.model import Rank, RoleName
 from phasesync.errors import FenceBroken, PlanError, StoreLost
 from phasesync.fences.tcp import TcpCoordinator, TcpFences
-from phasesync.testing import FenceWorld
+from phasesync.testing import FenceWorld, arrives, failure_of
 from tests.fences.processes import (
     Host,
     Part,
@@ -111,6 +111,41 @@ def test_a_wrong_token_is_said_at_the_other_end() -> None:
             await endpoint.close()
 
     asyncio.run(connect())
+
+
+def test_who_comes_when_all_others_have_left_hears_what_they_decided() -> None:
+    """Ranks start at different speeds: two disagree and are gone before the third is there."""
+
+    async def check() -> None:
+        async with coordinator() as server:
+
+            def make(run: str, rank: Rank, incarnation: int) -> TcpFences:
+                return TcpFences(server.address, rank=rank, run=run, token="secret")
+
+            world = FenceWorld(make, 3)
+            one, two, three = world.ranks
+            for rank in (one, two):
+                world.ends[rank] = make(world.run, rank, 0)
+                await world.ends[rank].connect()
+            call = world.call()
+            failed = arrives(call, two, cause=failure_of(two))
+            found = await asyncio.gather(world.arrive(one, call), world.arrive(two, call, failed))
+            await asyncio.gather(*(end.close() for end in world.ends.values()))
+            while server.peers:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            world.ends = {three: make(world.run, three, 0)}
+            await world.ends[three].connect()
+            late = await asyncio.wait_for(world.arrive(three, call), 10)
+            assert isinstance(late, FenceBroken)
+            assert {late.cause} == {
+                error.cause for error in found if isinstance(error, FenceBroken)
+            }
+            await world.close()
+            while server.peers:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert server._hubs == {}
+
+    asyncio.run(check())
 
 
 def test_nobody_at_the_other_end_is_said() -> None:
