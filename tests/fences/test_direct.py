@@ -1,0 +1,64 @@
+"""A TCPStore is spoken to without threads where that is known to work, and with them elsewhere."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phasesync.core.fence_keys import Add, CompareSet, Operation
+from phasesync.core.model import Opened, Rank
+from phasesync.fences.direct import rehearsal
+from phasesync.fences.store import StoreFences
+from phasesync.testing import FenceWorld
+from tests.core.test_fence_steps import DictStore
+from tests.fences.test_conformance import STORES
+
+
+@pytest.mark.parametrize(
+    ("name", "threads"),
+    [("tcp_store", 0), ("prefix_store", 0), ("tcp_store_legacy", 4), ("hash_store", 4)],
+)
+def test_which_stores_need_threads(name: str, threads: int, tmp_path: Path) -> None:
+    async def check() -> None:
+        store = STORES[name](tmp_path)
+
+        def make(run: str, rank: Rank, incarnation: int) -> StoreFences:
+            return StoreFences(store, rank=rank, run=run, incarnation=incarnation)
+
+        world = FenceWorld(make, 2)
+        await world.open()
+        got = await world.all_arrive(world.call(0))
+        assert all(isinstance(each, Opened) for each in got)
+        lines = [t for t in threading.enumerate() if t.name.startswith("phasesync.")]
+        await world.close()
+        assert len(lines) >= threads if threads else not lines, lines
+        if hasattr(store, "list_keys"):
+            assert not [key for key in store.list_keys() if "ps/" in key]
+
+    asyncio.run(check())
+
+
+def rehearse(wrong: Callable[[Operation, Any], Any]) -> bool:
+    """The rehearsal against a store whose replies `wrong` has changed."""
+    store = DictStore()
+    store.values["k"] = b"nonce"
+    steps = rehearsal("k", b"nonce")
+    reply = None
+    try:
+        while True:
+            operation = steps.send(reply)
+            reply = wrong(operation, store.perform(operation))
+    except StopIteration as over:
+        return bool(over.value)
+
+
+def test_a_store_that_answers_as_it_must_is_spoken_to() -> None:
+    assert rehearse(lambda operation, reply: reply)
+
+
+@pytest.mark.parametrize("kind", [Add, CompareSet])
+def test_one_wrong_answer_is_enough_for_threads(kind: type) -> None:
+    assert not rehearse(lambda op, reply: b"else" if type(op) is kind else reply)
