@@ -131,7 +131,7 @@ def test_who_comes_when_all_others_have_left_hears_what_they_decided() -> None:
             failed = arrives(call, two, cause=failure_of(two))
             found = await asyncio.gather(world.arrive(one, call), world.arrive(two, call, failed))
             await asyncio.gather(*(end.close() for end in world.ends.values()))
-            while server.peers:  # noqa: ASYNC110
+            while server.peers:
                 await asyncio.sleep(0.01)
             world.ends = {three: make(world.run, three, 0)}
             await world.ends[three].connect()
@@ -141,7 +141,7 @@ def test_who_comes_when_all_others_have_left_hears_what_they_decided() -> None:
                 error.cause for error in found if isinstance(error, FenceBroken)
             }
             await world.close()
-            while server.peers:  # noqa: ASYNC110
+            while server.peers:
                 await asyncio.sleep(0.01)
             assert server._hubs == {}
 
