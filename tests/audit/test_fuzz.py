@@ -16,6 +16,7 @@ from phasesync.core.wire import decode, encode
 from phasesync.logs import lines
 from phasesync.report.audit import as_json, as_text, audit_paths
 from tests.audit.variants import CASES, audit_lines, expected, read
+from tests.bench.audit_fuzz import MUTATIONS, once
 from tests.bench.journal_maker import make
 
 FOLDERS = (CASES, CASES.parent / "traces")
@@ -270,3 +271,9 @@ def test_a_line_of_100_mb_does_not_fill_the_memory(tmp_path: Path) -> None:
     assert any("longer than" in found["what"] for found in answer.findings) or (
         "longer than" in answer.because
     )
+
+
+@pytest.mark.parametrize("seed", range(len(MUTATIONS)), ids=[each.__name__ for each in MUTATIONS])
+def test_a_mangled_journal_is_answered_and_gaps_are_no_ok(tmp_path: Path, seed: int) -> None:
+    """One of each kind; `python -m tests.bench.audit_fuzz` runs thousands."""
+    assert once(seed, tmp_path)[2] is None
