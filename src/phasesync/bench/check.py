@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +30,7 @@ __all__ = (
     "TOOLS",
     "Row",
     "bench_check",
+    "draw",
     "missing",
     "ratios",
     "table",
@@ -285,6 +286,28 @@ def table(rows: Sequence[Row]) -> str:
         for row in (each for each in rows if each.question == question):
             lines.append(_cells(row, times.get((question, row.tool))).rstrip())
     return "\n".join(lines)
+
+
+def draw(rows: Sequence[Row], file: Path) -> None:
+    """Seconds by question, a bar a tool, as a PNG.
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
+    try:
+        matplotlib: Any = import_module("matplotlib")
+        matplotlib.use("Agg")
+        pyplot: Any = import_module("matplotlib.pyplot")
+    except ModuleNotFoundError as error:
+        raise InputError("a picture needs: pip install matplotlib") from error
+    done = [row for row in rows if row.seconds is not None]
+    names = [f"{row.question}: {row.tool}" for row in done]
+    figure, axes = pyplot.subplots(figsize=(8, 0.4 * len(done) + 1))
+    axes.barh(names, [row.seconds for row in done])
+    axes.set(xscale="log", xlabel="seconds to the verdict, start-up and compilation included")
+    axes.invert_yaxis()
+    figure.savefig(file, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
 
 
 def _cells(row: Row, ratio: float | None) -> str:

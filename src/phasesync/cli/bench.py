@@ -85,12 +85,19 @@ def fence(
 @click.option("--only", metavar="A,B", help="Which tools; left out, all that are installed.")
 @click.option("--ranks", type=click.IntRange(2), help="Ranks of `product`, asked of all tools.")
 @click.option("--limit", default=120.0, show_default=True, help="Seconds an answer may take.")
+@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the seconds.")
 @as_json_option
 def check(
-    *, questions: tuple[str, ...], only: str | None, ranks: int | None, limit: float, as_json: bool
+    *,
+    questions: tuple[str, ...],
+    only: str | None,
+    ranks: int | None,
+    limit: float,
+    png: Path | None,
+    as_json: bool,
 ) -> None:
     """The checker beside Spin, TLC and minicheck. QUESTIONS: product crash uniform groups any."""
-    from phasesync.bench.check import ALL_TOOLS, bench_check, ratios, table
+    from phasesync.bench.check import ALL_TOOLS, bench_check, draw, ratios, table
 
     rows = bench_check(
         questions or None,
@@ -112,6 +119,9 @@ def check(
         )
     else:
         click.echo(table(rows))
+    if png is not None:
+        draw(rows, png)
+        click.echo(f"{png}: written", err=True)
 
 
 def _counts(sizes: str | None, *, gpus: bool) -> list[int]:
