@@ -106,6 +106,20 @@ def test_whole_epochs_around_a_64_gib_cache_are_clean() -> None:
     assert [row["weights_equal"] for row in epochs] == [True, True, True]
 
 
+def test_an_engine_that_was_half_awake_is_whole_again_after_a_recovery() -> None:
+    answer = audit("failed", "colocated")
+    assert (answer["verdict"], answer["epoch"], answer["phase"]) == ("failure", 1, "stage")
+    assert answer["guilty"] == ["trainer/0"]
+    rows = figures("epochs.json")["rows"]
+    failed = [row for row in rows if row["what"] == "failed epoch"]
+    assert [row["where"] for row in failed] == ["stage", "offload"]
+    for row in failed:
+        assert row["can_retry"]
+        assert row["free_gib"] == row["free_before_gib"] > 137
+        assert "health='usable'" in row["status"]
+    assert [row["weights_equal"] for row in rows if row["what"] == "epoch after it"] == [True, True]
+
+
 def test_phasesync_takes_at_most_one_percent_of_an_epoch() -> None:
     pairs = figures("epochs.json")["pairs"]
     shares = sorted(pair["own_s"] / pair["synced_s"] for pair in pairs)
@@ -115,7 +129,7 @@ def test_phasesync_takes_at_most_one_percent_of_an_epoch() -> None:
 
 @pytest.mark.parametrize("scene", ["two_fenced", "two_replica", "two_world"])
 def test_two_gpus_with_random_delays_are_clean(scene: str) -> None:
-    assert audit(scene, "colocated")["verdict"] == "ok"
+    assert audit(scene, "colocated_two")["verdict"] == "ok"
     told = figures("two.json")["scenes"][scene]
     assert {each["epochs_done"] for each in told.values()} == {20 if "fenced" in scene else 12}
     leaders = [each for each in told.values() if each["weights_equal"]]
@@ -124,7 +138,7 @@ def test_two_gpus_with_random_delays_are_clean(scene: str) -> None:
 
 
 def test_a_rank_killed_on_the_other_gpu_is_named_in_time_and_kv_is_untouched() -> None:
-    answer = audit("two_killed", "colocated")
+    answer = audit("two_killed", "colocated_two")
     assert (answer["verdict"], answer["epoch"], answer["phase"]) == ("failure", 2, "offload")
     assert answer["guilty"] == ["trainer/1"]
     survivor, victim = lines("two_killed", 0), lines("two_killed", 1)
