@@ -162,7 +162,6 @@ def play_one(hosts: Hosts, number: int, name: str) -> tuple[str, list[str]]:
         lives[victim] = replace(lives[victim], act=fault.act, **fault.draw(rng))
         if fault.second is not None:
             lives.append(replace(lives[victim], incarnation=fault.second))
-        lives = [replace(each, index=n, crowd=len(lives)) for n, each in enumerate(lives)]
         reports = _played(lives, fault, host)
         culprits = [] if fault.harmless else [victim]
         wrong = broken_promises(reports, culprits=culprits, host_lost=fault.host_signal is not None)

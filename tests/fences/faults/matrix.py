@@ -39,6 +39,7 @@ from tests.fences.faults.ranks import (
     live,
     process,
     started,
+    together,
     until_entered,
 )
 from tests.fences.processes import hosted, store_host, tcp_host
@@ -205,7 +206,7 @@ class Actors:
         """Kill one while the others wait; when that was, and what the others saw."""
         self._actors += [self._member.remote() for _ in lives[len(self._actors) :]]
         seen = self._ray.get([actor.seen.remote() for actor in self._actors], timeout=120)
-        asked = [a.live.remote(life) for a, life in zip(self._actors, lives, strict=True)]
+        asked = [a.live.remote(life) for a, life in zip(self._actors, together(lives), strict=True)]
         until_entered(lives[0], len(lives) - 1)
         killed = time.monotonic()
         os.kill(seen[victim][0], signal.SIGKILL)
@@ -215,7 +216,7 @@ class Actors:
 
     def _play(self, lives: Sequence[Life], fault: str, pids: Sequence[int]) -> list[Report]:
         reports = [Report(life) for life in lives]
-        asked = [a.live.remote(life) for a, life in zip(self._actors, lives, strict=True)]
+        asked = [a.live.remote(life) for a, life in zip(self._actors, together(lives), strict=True)]
         others = _without_victim(list(range(len(lives))))
         longest_s = 2 * lives[0].deadline_s + HANG_S
         if fault in HOST_ACTS:

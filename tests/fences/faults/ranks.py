@@ -39,6 +39,7 @@ from tests.fences.processes import SERVER, end, rank_of, store_client
 GENERATIONS_MAX = 64
 FORKED_S = 2.0  # So long a forked child outlives its parent, with its files open.
 SKIPS_S = 0.5  # Who skips a fence is at the next one so much after the others came to this one.
+STARTING_S = 40.0
 ENDING_S = 8.0  # An end within this is orderly: a name service may hold a line up.
 
 
@@ -154,11 +155,16 @@ def _stamp(life: Life, row: int, column: int) -> None:
             slots[where : where + 8] = struct.pack("d", time.monotonic())
 
 
+def together(lives: Sequence[Life]) -> list[Life]:
+    """The same lives, none of which goes on before all have connected."""
+    return [replace(life, index=n, crowd=len(lives)) for n, life in enumerate(lives)]
+
+
 async def _all_here(life: Life) -> None:
-    """Nobody may be through with it all before another has come."""
+    """A deadline is no match for a busy machine that starts one process long after another."""
     _stamp(life, GENERATIONS_MAX - 1, life.index)
     loop = asyncio.get_running_loop()
-    until = loop.time() + ENDING_S
+    until = loop.time() + STARTING_S
     while loop.time() < until:
         here = entered(life.board, GENERATIONS_MAX - 1, life.crowd)
         if all(map(math.isfinite, here)):
@@ -560,7 +566,7 @@ def started(lives: Sequence[Life], target: Target = process) -> Iterator[list[St
     """A process for each life; whatever is left at the end is killed."""
     begun: list[Started] = []
     try:
-        for life in lives:
+        for life in together(lives):
             ours, theirs = SERVER.Pipe()
             one = SERVER.Process(target=target, args=(life, theirs), daemon=True)
             one.start()
