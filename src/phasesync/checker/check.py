@@ -15,6 +15,7 @@ from phasesync.checker.explicit import explore, judge, never_reached, vacuous
 from phasesync.checker.growth import growth
 from phasesync.checker.report import SAFETY, Assignment, Case, Report
 from phasesync.checker.search import Budget, Found
+from phasesync.checker.skeleton import bare
 from phasesync.core.kernel import Faults, Kind
 from phasesync.core.model import OptionValue
 from phasesync.core.options import assignments
@@ -210,7 +211,7 @@ class _Run:
                 yield _Plain(2, fitted, *asked, 1, extra=True)
         yield _Plain(4, self._fit(base, 4), FAULTS["none"], "none", epochs or 2)
         yield _Plain(4, self._fit(base, 4), *asked, epochs or 1)
-        yield _Plain(3, self._fit(base, 3), *asked, epochs or 1)
+        yield _Plain(3, self._fit(base, 3), *asked, epochs or 2)
 
     def _fit(self, options: dict[str, OptionValue], ranks: int) -> dict[str, OptionValue]:
         """Options under which so many ranks make whole groups; a pinned size stays."""
@@ -387,6 +388,10 @@ class _Run:
             if plain.ranks == 3:
                 return None  # Three ranks make no whole groups here; two and four do.
             raise
+        large = plain.faults.most > 0 and (plain.ranks > 2 or plain.extra)
+        short = deadlocks and large and self._is_safe(plain, plan)
+        if short and (case := self._bare(plain, plan, before)) is not None:
+            return case
         verdict, found = explore(
             plan,
             plain.faults,
@@ -410,6 +415,50 @@ class _Run:
             verdict=verdict,
             elapsed_s=self._since(before),
             extra=bool(plain.extra),
+            product=found.product,
+            plan=plan,
+        )
+
+    def _is_safe(self, plain: _Plain, plan: Plan) -> bool:
+        """Whether safety has been proved under these options, whatever the number of ranks."""
+        if plan.defects or self.settings.atomic or not self.settings.reduction:
+            return False
+        asked = self._sort(dict(plain.options))
+        return any(
+            asked in (self._sort(dict(each)) for each in (case.options, *case.covers))
+            for case in self.cases
+            if case.ranks is None and isinstance(case.verdict, Holds)
+        )
+
+    def _sort(self, options: _Options) -> _Options:
+        """The options, but of sizes of groups only whether they are one."""
+        names = {group.size for group in self.protocol.groups if isinstance(group.size, str)}
+        return {name: value != 1 if name in names else value for name, value in options.items()}
+
+    def _bare(self, plain: _Plain, plan: Plan, before: float | None) -> Case | None:
+        """Who waits for ever in a plan that is safe; None if its skeleton does not say nobody."""
+        skeleton = bare(plan)
+        if skeleton is None:
+            return None
+        verdict, found = explore(
+            skeleton,
+            plain.faults,
+            plain.epochs,
+            budget=self.budget(),
+            symmetry=self.settings.symmetry,
+            rules=False,
+        )
+        if isinstance(verdict, Violated):
+            return None
+        return Case(
+            ranks=len(plan.members),
+            options=_assignment(plain.options),
+            faults=plain.said,
+            epochs=plain.epochs,
+            asks=(DEADLOCK,),
+            verdict=verdict,
+            elapsed_s=self._since(before),
+            extra=plain.extra,
             product=found.product,
             plan=plan,
         )

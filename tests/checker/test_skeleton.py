@@ -1,0 +1,55 @@
+"""Who waits for ever, asked of a plan's skeleton and of the plan itself: one answer, fewer states."""
+
+import random
+
+import pytest
+
+from phasesync.checker.anyn import counts, sized, tracked, unclosed
+from phasesync.checker.search import Budget, search
+from phasesync.checker.skeleton import bare
+from phasesync.checker.space import Space
+from phasesync.core.kernel import Faults
+from phasesync.core.plan import Plan, resolve, settle
+from phasesync.spec import load
+
+from . import chance
+from .soundness import same
+
+ONE = Faults(most=1, crash=True, fail=True)
+
+
+def waits(plan: Plan, epochs: int = 2) -> bool | None:
+    """Whether somebody waits for ever; None if it takes too long to say."""
+    found = search(Space(plan, ONE, epochs), Budget(states_max=40_000), rules=False)
+    return None if found.bound else found.deadlock
+
+
+def unfinished(chance_: random.Random) -> Plan | None:
+    """A plan by chance that breaks no rule, whatever the number of ranks."""
+    protocol = chance.protocol(chance_)
+    options = settle(protocol)
+    if unclosed(protocol, options, same) or tracked(protocol, options, mutate=same).trail:
+        return None
+    return resolve(protocol, counts(protocol, 2), sized(protocol, options, 2))
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_a_skeleton_waits_for_ever_where_its_plan_does(first: int) -> None:
+    plans = [unfinished(random.Random(seed)) for seed in range(first, first + 10)]
+    for plan in (each for each in plans if each is not None):
+        skeleton = bare(plan)
+        if skeleton is not None and waits(plan):
+            assert waits(skeleton)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "states"),
+    [("colocated", 2, 820), ("colocated", 4, 5464), ("colocated_each", 4, 8766)],
+)
+def test_a_skeleton_has_few_states(name: str, ranks: int, states: int) -> None:
+    protocol = load(name)
+    plan = resolve(protocol, ranks, sized(protocol, settle(protocol), ranks))
+    skeleton = bare(plan)
+    assert skeleton is not None
+    found = search(Space(skeleton, ONE, 1), rules=False)
+    assert (found.deadlock, found.states) == (False, states)
