@@ -182,10 +182,13 @@ def test_the_first_failure_cuts_off_the_rest_and_leaves_nothing_unread(
 
 def test_blocking_work_that_is_cut_off_is_waited_for(tmp_path: Path) -> None:
     ends: list[float] = []
+    begun = threading.Event()
 
     def offload(turn: Turn) -> None:
         if turn.rank.number == 1:
+            begun.wait(20)
             raise ValueError("first")
+        begun.set()
         time.sleep(0.3)
         ends.append(time.monotonic())
 
