@@ -126,4 +126,5 @@ def told(sign: Sign | None, otherwise: str = "") -> str:
         parts.append(f"last progress {beat.marked_s + (sign.heard_s or 0.0):.1f} s ago")
     if beat.where:
         parts.append(f"at {beat.where}")
-    return ", ".join(parts) + (f" ({otherwise})" if otherwise and otherwise != "alive" else "")
+    adds = otherwise and not otherwise.startswith("alive")
+    return ", ".join(parts) + (f" ({otherwise})" if adds else "")
