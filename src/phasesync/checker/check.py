@@ -226,19 +226,25 @@ class _Run:
     # ------------------------------------------------------------------------------- cases
 
     def all(self) -> None:
-        """Any N first, then ranks counted out, the fewest first, then those under other options."""
+        """What was asked for, any N first and then the fewest ranks; then all other options."""
         if not self.settings.any_n or self.settings.apart:
             for plain in self.plain:
                 self._explicit(plain)
             return
         reason = unclosed(self.protocol, self.asked, self.mutate)
         families_ = self._families() if reason is None else ()
-        for family in sorted(families_, key=lambda family: self.asked not in family):
+        for family in (each for each in families_ if self.asked in each):
             self._any(family)
         if reason is not None:
             self._note(self.asked, Undecided(bound=reason, states=0, depth=0))
-        for plain in sorted(self.plain, key=lambda plain: (plain.extra, plain.ranks)):
-            self._explicit(plain)
+        for plain in sorted(self.plain, key=lambda plain: plain.ranks):
+            if not plain.extra:
+                self._explicit(plain)
+        for family in (each for each in families_ if self.asked not in each):
+            self._any(family)
+        for plain in self.plain:
+            if plain.extra:
+                self._explicit(plain)
 
     def _families(self) -> tuple[tuple[_Options, ...], ...]:
         """Assignments of the options by what one search answers for; groups of one rank, which
