@@ -67,6 +67,23 @@ def test_connecting_and_leaving_without_a_fence_leaves_no_key(store: Any) -> Non
     assert keys(store) == []
 
 
+def test_who_leaves_before_the_first_fence_sweeps_nothing_of_the_others(store: Any) -> None:
+    """Else it would be forgotten that it has left, and the last one would not be known as such."""
+
+    async def run() -> None:
+        world = world_over(store, 2)
+        await world.open()
+        one, two = world.ranks
+        await world.ends[two].close()
+        boot = f"ps/{world.run}/0/boot"
+        assert store.check([boot])
+        await world.arrive(one, world.call(deadline_s=0.2))
+        await world.ends[one].close()
+
+    asyncio.run(run())
+    assert keys(store) == []
+
+
 def test_a_token_keeps_the_ranks_of_another_run_of_the_same_name_out(store: Any) -> None:
     async def run() -> None:
         ours = world_over(store, 2, token="ours")

@@ -269,6 +269,9 @@ def sweeping(space: Space) -> Steps:
     for digest in lists:
         text = yield Read(space.members(digest))
         ranks.update(ranks_from_json(wire.decode(text or b"[]")))
+    hosts = sorted(set(((yield Read(space.hosts)) or b"").decode().split()))
+    for host in hosts:  # Who has come and not been at a fence yet is here all the same.
+        ranks.update(line.rank for line in Process.lines((yield Read(space.pids(host)))))
     gone = {line.rank for line in left} | {line.rank for line in lost}
     if not ranks <= gone:
         return
@@ -276,8 +279,7 @@ def sweeping(space: Space) -> Steps:
         yield from _sweeping_scope(space, scope, left, registered)
     for digest in lists:
         yield Delete(space.members(digest))
-    hosts = ((yield Read(space.hosts)) or b"").decode().split()
-    for host in sorted(set(hosts)):
+    for host in hosts:
         yield Delete(space.pids(host))
     if (yield Read(space.beating)) is not None:
         for rank in sorted(ranks):
