@@ -58,6 +58,18 @@ def test_a_failed_action_is_the_root(tmp_path: Path, phase: str) -> None:
     assert said == ("failure", None, ("trainer/2",), phase, 2)
 
 
+def test_memory_that_ran_out_is_a_failure_where_no_rule_says_more(tmp_path: Path) -> None:
+    """Who died of it is known even where nobody's memory is."""
+    world = World(2, tmp_path, epochs=2, fail=(1, "offload", 2), pause_s=0.001)
+    asyncio.run(world.go())
+    for path in tmp_path.rglob("*.jsonl"):
+        text = re.sub(r'"error":"[^"]*"', '"error":"CUDA error: out of memory"', path.read_text())
+        path.write_text(text)
+    answer = audit_paths([tmp_path])[0]
+    said = (answer.verdict, answer.rule, answer.guilty, answer.phase, answer.epoch)
+    assert said == ("failure", None, ("trainer/1",), "offload", 2)
+
+
 def test_a_late_rank_without_its_fence_is_a_violation(tmp_path: Path) -> None:
     protocol = without(load("colocated"), "memory_released")
     answer = run(tmp_path, protocol, {(1, "offload"): 0.05})

@@ -5,7 +5,7 @@ What follows from the root is a consequence, and a rank that waits is not guilty
 log cannot decide, the verdict is `inconclusive` and says what to record.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from phasesync.audit.answer import (
@@ -36,6 +36,10 @@ def judge(findings: Iterable[Finding], facts: Facts, *, run: str = "", events: i
     """The one answer that `findings` amount to."""
     every = [*findings, *_plain_failures(facts)]
     root = _root(every)
+    if root is None and (unexplained := [*_out_of_memory(facts)]):
+        # No rule had anything to say of it, and still it failed.
+        every += unexplained
+        root = _root(every)
     if root is None:
         return Answer(
             verdict="ok",
@@ -136,11 +140,21 @@ def _plain_failures(facts: Facts) -> list[Finding]:
             continue  # A process that ended is no failure unless somebody needed it.
         if event.kind == "exit" and event.rank in facts.reconciled:
             continue  # The others were told, and went on without it.
-        error = event.attrs.get("error")
-        what = "exited" if event.kind == "exit" else "failed"
-        because = f"rank {event.rank} {what} in {event.phase}" + (f": {error}" if error else "")
-        found.append(Finding.on(None, event, because, strength=FAILED))
+        found.append(_failed(event))
     return found
+
+
+def _out_of_memory(facts: Facts) -> Iterator[Finding]:
+    for event in facts.failures:
+        if is_memory_error(event.attrs.get("error")) and unrecovered(event, facts) is not None:
+            yield _failed(event)
+
+
+def _failed(event: Any) -> Finding:
+    error = event.attrs.get("error")
+    what = "exited" if event.kind == "exit" else "failed"
+    because = f"rank {event.rank} {what} in {event.phase}" + (f": {error}" if error else "")
+    return Finding.on(None, event, because, strength=FAILED)
 
 
 def _cut_wait(event: Any) -> Finding:
