@@ -61,7 +61,7 @@ class Gist(NamedTuple):
     epoch: int
     version: int
     seq: int
-    count: int
+    length: int
     shape: Shape
     arrived: tuple[tuple[Key, int, object], ...]
     passed: tuple[tuple[Key, str, int], ...]
@@ -73,13 +73,13 @@ class Gist(NamedTuple):
 class Block(NamedTuple):
     """A piece of one journal: an epoch from `epoch.begin` to `epoch.end`, or what is between two.
 
-    It has `count` lines of `size` bytes. `epoch` is None for lines between epochs. `after` is set
+    It has `length` lines of `size` bytes. `epoch` is None for lines between epochs. `after` is set
     where a journal begins anew behind parts that were rotated away: the last epoch before it.
     `place` is for whoever made it.
     """
 
     file: str
-    count: int
+    length: int
     size: int
     lines: Callable[[], Iterable[RawLine]]
     epoch: int | None = None
@@ -176,7 +176,7 @@ def _gist(lines: Sequence[Mapping[str, Any]]) -> Gist | None:
         epoch=first["epoch"],
         version=version,
         seq=seq,
-        count=len(lines),
+        length=len(lines),
         shape=_shared(tuple(shape)),
         arrived=tuple(arrived),
         passed=tuple(passed),

@@ -177,12 +177,12 @@ class JournalAudit:
         gist = block.gist
         assert gist is not None
         rank = self._ranks.setdefault(name, Told())
-        rank.seq, rank.incarnation = gist.seq + gist.count - 1, gist.incarnation
+        rank.seq, rank.incarnation = gist.seq + gist.length - 1, gist.incarnation
         rank.epoch = gist.epoch
         rank.last = Evidence(block.file, block.last)
         rank.status, rank.phase, rank.stopped = "ended", None, False
-        self.at += gist.count
-        self.audit.events += gist.count
+        self.at += gist.length
+        self.audit.events += gist.length
 
     def position(self, name: str) -> tuple[int, int]:
         """The incarnation of a rank's last line, and its number."""

@@ -224,7 +224,7 @@ class _Rounds:
             assert head is not None
             assert head.gist is not None
             each.held, each.version = head, head.version
-            each.seq = (head.gist.incarnation, head.gist.seq + head.gist.count - 1)
+            each.seq = (head.gist.incarnation, head.gist.seq + head.gist.length - 1)
             each.advance()
             self._take(each)
 

@@ -116,7 +116,7 @@ def _made(
     begins = event == "epoch.begin"
     return Block(
         file=name,
-        count=count,
+        length=count,
         size=size,
         lines=lines,
         epoch=_whole(first.get("epoch")) if begins else None,

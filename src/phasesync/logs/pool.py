@@ -100,7 +100,7 @@ def _told(blocks: Iterator[Block], progress: Callable[[int], None] | None) -> It
 def _telling(blocks: Iterator[Block], progress: Callable[[int], None]) -> Iterator[Block]:
     for block in blocks:
         yield block
-        progress(block.count)
+        progress(block.length)
 
 
 def _again(chain: _Files, block: Block) -> Iterator[Block]:
@@ -191,7 +191,7 @@ def _block(chain: _Files, at: Place, plain: tuple[Any, ...]) -> Block:
     _, count, size, epoch, version, after, last, gist, text = plain
     return Block(
         file=chain[at.file][1],
-        count=count,
+        length=count,
         size=size,
         lines=partial(kept, chain[at.file][1], at.lines + 1, text)
         if text is not None

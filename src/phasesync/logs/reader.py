@@ -72,11 +72,11 @@ def _serve(chains: Iterable[Iterable[tuple[str, str]]], out: IO[bytes]) -> None:
 
 
 def _plain(block: Block) -> tuple[Any, ...]:
-    text = block.lines.args[2] if block.count <= _SMALL else None  # type: ignore[attr-defined]
+    text = block.lines.args[2] if block.length <= _SMALL else None  # type: ignore[attr-defined]
     if type(text) is not bytes or len(text) > _SMALL_BYTES:
         text = None
     gist = block.gist
     return (
-        tuple(block.place), block.count, block.size, block.epoch, block.version, block.after,
+        tuple(block.place), block.length, block.size, block.epoch, block.version, block.after,
         block.last,        tuple(gist) if gist is not None else None, text,
     )  # fmt: skip
