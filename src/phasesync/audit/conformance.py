@@ -27,7 +27,7 @@ from phasesync.core.kernel import (
 )
 from phasesync.core.model import Rank, RoleName
 from phasesync.core.plan import Act, Plan, Touch, Wait, resolve
-from phasesync.core.properties import Violation, raced, together, wanted
+from phasesync.core.properties import Violation, raced, together, unmapped, wanted
 from phasesync.core.protocol import Protocol, Verb
 from phasesync.errors import PlanError
 
@@ -160,6 +160,10 @@ class Conformance:
             maps = self._maps(act)
             for violation in together(self._plan, rank, self._cells, devices):
                 if maps.intersection((violation.device, name) for name in violation.resources):
+                    self._broken(at, who, seen, act, violation)
+            moved = {self._plan.cell_name(touch.cell) for touch in act.touches}
+            for violation in unmapped(self._plan, rank, self._cells, devices):
+                if (violation.device, violation.resources[0]) in moved:
                     self._broken(at, who, seen, act, violation)
 
     def _maps(self, act: Act) -> set[tuple[str, str]]:
@@ -485,6 +489,9 @@ _RULES = {
     "race": "R-LIFETIME",
     "once": "R-ONCE",
     "content": "R-CONTENT",
+    "always": "R-MAPPED",
+    "agree": "R-VERSION",
+    "monotone": "R-MONOTONE",
 }
 _HANDLERS: dict[str, Callable[[Conformance, int, int, _Seen, Mapping[str, Any]], None]] = {
     "epoch.begin": Conformance._epoch,
