@@ -1,6 +1,7 @@
-"""`always`, `agree` and `monotone`: a broken one is found by every search, and by the kernel alike."""
+"""`always`, `agree` and `monotone`: every search finds a broken one, as the kernel does."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,8 @@ from phasesync.checker.space import Space
 from phasesync.core.kernel import NO_FAULTS, Faults
 from phasesync.core.plan import Plan, resolve
 from phasesync.core.verdict import Holds, Violated
-from phasesync.spec import loads
+from phasesync.report.protocols import as_text, overview
+from phasesync.spec import dumps, loads
 
 from .test_tables import walk
 
@@ -68,10 +70,8 @@ phases:
   pusher:
     - push: {fills: weights}
 """
-FENCED = (
-    TWO_WRITERS.replace("fills: weights}\n  pusher", "fills: weights}\n    - fence: over\n"
-                        "      deadline_s: 60\n  pusher") + "    - fence: over\n      deadline_s: 60\n"
-)  # fmt: skip
+_MEET = "    - fence: over\n      deadline_s: 60\n"
+FENCED = TWO_WRITERS.replace("  pusher:\n    -", f"{_MEET}  pusher:\n    -") + _MEET
 
 
 def plan_of(kind: str, *, sound: bool, strict: bool = True) -> Plan:
@@ -123,3 +123,19 @@ def test_compiled_steps_are_the_kernels(kind: str, sound: bool) -> None:
     space = Space(plan_of(kind, sound=sound), faults, 2, symmetry=False, reduction=False)
     for seed in range(8):
         walk(space, random.Random(seed), 60)
+
+
+@pytest.mark.parametrize("kind", sorted(CASES))
+def test_written_and_shown(kind: str) -> None:
+    asks = CASES[kind][0]
+    protocol = loads(f"{HEAD}{asks}\nphases:\n  - serve: {{uses: weights}}\n{OVER}")
+    (again,) = loads(dumps(protocol)).invariants
+    assert replace(again, place=protocol.invariants[0].place) == protocol.invariants[0]
+    told = {
+        "always": "cache and weights are mapped during serve",
+        "agree": "the version of weights agrees across each replica where it is used",
+        "monotone": "the version of weights never falls",
+    }
+    assert any(
+        told[kind] in line and "strict" in line for line in as_text(overview(protocol)).splitlines()
+    )
