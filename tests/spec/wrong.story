@@ -242,7 +242,7 @@ basic: `deadline_s: 300` -> `deadline_s: 0`
   ! 21:58: deadline_s of fence 'memory_released' is '0'; write seconds, more than 0, such as 300
 basic: `deadline_s: 300` -> `timeout_s: 300`
   ! 21:13: fence 'memory_released' has no deadline_s; add `deadline_s: 300`
-  ! 21:46: unknown key 'timeout_s' in a fence; keys are: fence, scope, deadline_s, requires, joined, when
+  ! 21:46: unknown key 'timeout_s' in a fence; keys are: fence, scope, deadline_s, first_deadline_s, requires, joined, when
 basic: `[device_synchronised]` -> `[device_synchronized]`
   ! 21:74: fence 'memory_released' cannot require 'device_synchronized'; did you mean 'device_synchronised'?
 basic: `[device_synchronised]` -> `device_synchronised`
