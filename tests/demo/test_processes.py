@@ -137,7 +137,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from phasesync.demo import DemoSettings, run_demo
-sys.exit(run_demo(DemoSettings(runs=Path(sys.argv[1]), slow="1"), audit_run=lambda _: (0, ["ok"])))
+sys.exit(run_demo(DemoSettings(runs=Path(sys.argv[1]), slow="1", epochs=50), audit_run=lambda _: (0, ["ok"])))
 """
 
 
