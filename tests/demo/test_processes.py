@@ -137,7 +137,8 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from phasesync.demo import DemoSettings, run_demo
-sys.exit(run_demo(DemoSettings(runs=Path(sys.argv[1]), slow="1"), audit_run=lambda _: (0, ["ok"])))
+settings = DemoSettings(runs=Path(sys.argv[1]), slow="1", epochs=50)
+sys.exit(run_demo(settings, audit_run=lambda _: (0, ["ok"])))
 """
 
 

@@ -179,8 +179,7 @@ def test_verdicts_of_store_and_journal_say_who_was_judged(tmp_path: Path) -> Non
         digest=Digest("d"), members=(LEADER, PEER), deadline_s=20.0,
     )  # fmt: skip
 
-    async def come(rank: Rank, incarnation: int) -> Opened:
-        fences = StoreFences(store, rank=rank, run="run", incarnation=incarnation)
+    async def come(fences: StoreFences, rank: Rank, incarnation: int) -> Opened:
         await fences.connect()
         said = await fences.arrive(call, arrival(rank, incarnation, "memory_released"))
         journal = Journal(tmp_path, run="run", rank=rank, ranks=2, incarnation=incarnation)
@@ -194,13 +193,18 @@ def test_verdicts_of_store_and_journal_say_who_was_judged(tmp_path: Path) -> Non
         journal.close()
         return said
 
-    async def both() -> list[Opened]:
-        return list(await asyncio.gather(come(LEADER, 1), come(PEER, 0)))
+    async def story() -> None:
+        who = ((LEADER, 1), (PEER, 0))
+        fences = [StoreFences(store, rank=rank, run="run", incarnation=n) for rank, n in who]
+        said = [come(each, *one) for each, one in zip(fences, who, strict=True)]
+        ticket = (await asyncio.gather(*said))[0].ticket
+        readers: tuple[Verdicts, ...] = (StoreVerdicts(store), JournalVerdicts(tmp_path))
+        for verdicts in readers:
+            found = verdicts(key)
+            assert isinstance(found, Opened)
+            assert found.ticket == ticket
+            assert {each.rank: each.incarnation for each in found.arrivals} == {LEADER: 1, PEER: 0}
+        for each in fences:
+            await each.close()
 
-    ticket = asyncio.run(both())[0].ticket
-    readers: tuple[Verdicts, ...] = (StoreVerdicts(store), JournalVerdicts(tmp_path))
-    for verdicts in readers:
-        found = verdicts(key)
-        assert isinstance(found, Opened)
-        assert found.ticket == ticket
-        assert {each.rank: each.incarnation for each in found.arrivals} == {LEADER: 1, PEER: 0}
+    asyncio.run(story())

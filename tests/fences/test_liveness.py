@@ -215,7 +215,7 @@ def test_a_rank_stuck_in_native_code_is_told_as_silent(tmp_path: Path) -> None:
     async def wait_for_it(address: Any) -> RootCause:
         fences = StoreFences(store_client(address), rank=T0, run="stuck")
         runner = RankRunner(
-            loads(SLOWLY.replace("DEADLINE", "3")),
+            loads(SLOWLY.replace("DEADLINE", "5")),
             rank=T0,
             ranks=2,
             fences=fences,

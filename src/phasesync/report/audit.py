@@ -216,7 +216,11 @@ def _one(answer: Answer, brief: bool) -> list[str]:
     beside = [each for each in answer.findings if not _is_told(each, told)]
     for finding in beside[: 2 if brief else _SHOWN]:
         rule = f"{finding['rule']}: " if finding["rule"] else ""
-        rows.append(f"  also {rule}{text_of(finding['what'], 300)}")
+        epoch = finding["epoch"]
+        when = (
+            "" if epoch in (None, answer.epoch) or answer.epoch is None else f"in epoch {epoch}: "
+        )
+        rows.append(f"  also {rule}{when}{text_of(finding['what'], 300)}")
     if not brief and all(each["least_ms"] <= 0 for each in answer.extra.get("clocks", ())):
         rows += [f"  {row}" for row in skew_lines(answer.extra.get("clocks", ()))]
     rows += [f"  record next time: {text_of(each, 200)}" for each in answer.record_next[:4]]
