@@ -93,7 +93,7 @@ def demo_of(kind: str, chance: random.Random, ranks: int) -> Fault:
     if kind == "demo break":
         return Fault(kind, rank - rank % 2, "resume_kv", 1, "R-FENCE")
     if kind == "demo accident":
-        return Fault(kind, rank | 1, "resume_kv", 1)
+        return Fault(kind, 1, "resume_kv", 1)  # Where replicas are alike, the first is named.
     return Fault(kind, rank, "offload", 1)
 
 
