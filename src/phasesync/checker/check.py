@@ -33,6 +33,23 @@ FAULTS: Mapping[str, Faults] = {
     "fail": Faults(most=1, fail=True),
     "hang": Faults(most=1, hang=True, deadlines=True),
     "restart": Faults(most=1, crash=True, restart=True),
+    "engine": Faults(most=1, engine=True),
+}
+#: Faults of messages, and where they are covered: the kernel's fences are what messages refine.
+_OF_MESSAGES: Mapping[str, str] = {
+    "lost": (
+        "an arrival that is lost, whose sender is cut off and behaves as failed, or its fence "
+        "ends by its deadline; the fence's own steps are explored under it (checker.messages, "
+        "`losses`), and a run has it with `phasesync simulate --fault drop:arrive`"
+    ),
+    "again": (
+        "an arrival that comes twice, which changes nothing; the fence's own steps are explored "
+        "under it (checker.messages, `repeats`)"
+    ),
+    "mixed": (
+        "a rank with other options, for which the fence 'plan' breaks before the first epoch, by "
+        "its digest; a run has it with `phasesync simulate --fault mixed:OPTION=VALUE@RANK`"
+    ),
 }
 _ONE_FAULT = "crash or fail"
 _Options: TypeAlias = dict[str, OptionValue]
@@ -81,6 +98,9 @@ def faults_of(names: str | None, most: int = 1) -> tuple[Faults, str]:
         return Faults(most=most, crash=True, fail=True), _ONE_FAULT
     listed = [name.strip() for name in names.split(",") if name.strip()]
     for name in listed:
+        if name in _OF_MESSAGES:
+            says = f"fault {name!r} is of messages, not of phases"
+            raise PlanError(f"{says}: {_OF_MESSAGES[name]}")
         if name not in FAULTS:
             raise PlanError(f"unknown fault {name!r}; faults are: {', '.join(FAULTS)}")
     chosen = [FAULTS[name] for name in listed]
@@ -91,6 +111,7 @@ def faults_of(names: str | None, most: int = 1) -> tuple[Faults, str]:
         hang=any(each.hang for each in chosen),
         deadlines=any(each.deadlines for each in chosen),
         restart=any(each.restart for each in chosen),
+        engine=any(each.engine for each in chosen),
     )
     return faults, " or ".join(listed)
 
@@ -395,7 +416,7 @@ class _Run:
                 return None  # Three ranks make no whole groups here; two and four do.
             raise
         large = plain.faults.most > 0 and (plain.ranks > 2 or plain.extra)
-        short = deadlocks and large and self._is_safe(plain, plan)
+        short = deadlocks and large and not plain.faults.engine and self._is_safe(plain, plan)
         if short and (case := self._bare(plain, plan, before)) is not None:
             return case
         verdict, found = explore(

@@ -29,7 +29,7 @@ def explore(
     shortest: bool = True,
 ) -> tuple[Verdict, Found]:
     """The verdict on a plan, and what the search saw on its way."""
-    if faults.restart:
+    if faults.restart or faults.engine:
         plain, lifted = search_plainly(plan, faults, epochs, budget)
         if lifted is None:
             return judge(plain), plain

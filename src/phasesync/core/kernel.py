@@ -84,6 +84,7 @@ __all__ = (
     "mapped_of",
     "next_step",
     "program",
+    "reachable",
     "refusal",
     "rows",
     "step",
@@ -248,6 +249,7 @@ def enabled(
 ) -> Iterator[Event]:
     """Everything that may happen next, in a fixed order."""
     may_fault = system.faults < faults.most
+    yield from _engine_deaths(plan, system, faults)
     for rank, state in enumerate(system.ranks):
         status = state.status
         if status is Status.FINISHED:
@@ -260,7 +262,7 @@ def enabled(
                 if status is Status.READY:
                     yield Event(Kind.START, rank, name)
                 elif status is Status.ACTING:
-                    lost = input_lost(system.cells, here)
+                    lost = _must_fail(plan, system, here)
                     if not lost:
                         yield Event(Kind.END, rank, name)
                     if lost or (may_fault and faults.fail and not here.outside):
@@ -342,13 +344,71 @@ def heard(plan: Plan, rank: int, state: RankState, left: tuple[Wait, ...]) -> bo
 
 
 def step(plan: Plan, system: System, event: Event) -> System:
-    """The system after `event`.
+    """The system after `event`; what a dead engine left of its memory stays as it is.
 
     Raises:
         Refused: the protocol does not allow it now.
     """
+    after = _stepped(plan, system, event)
+    if not any(engine.dead for engine in system.engines):
+        return after
+    dead = {
+        rank
+        for rank, old, new in zip(plan.engines, system.engines, after.engines, strict=True)
+        if old.dead and new.dead
+    }
+    cells = zip(plan.owner, system.cells, after.cells, strict=True)
+    return after._replace(cells=tuple(old if who in dead else new for who, old, new in cells))
+
+
+def reachable(plan: Plan, system: System, act: Act) -> Act:
+    """The action without what it would do to dead engines."""
+    dead = {who for who, each in zip(plan.engines, system.engines, strict=True) if each.dead}
+    if not dead:
+        return act
+    return act._replace(touches=tuple(t for t in act.touches if plan.owner[t.cell] not in dead))
+
+
+def _must_fail(plan: Plan, system: System, act: Act) -> bool:
+    """Whether what the action works on, or the engine that it calls, is gone."""
+    return input_lost(system.cells, act) or reachable(plan, system, act) != act
+
+
+def _driver(plan: Plan, engine: int) -> int:
+    """The first rank on the devices of an engine."""
+    width = len(plan.protocol.resources)
+    devices = {at // width for at, who in enumerate(plan.owner) if who == plan.engines[engine]}
+    return next((rank for rank, at in enumerate(plan.place) if at in devices), 0)
+
+
+def _engine_deaths(plan: Plan, system: System, faults: Faults) -> Iterator[Event]:
+    if not faults.engine or system.faults >= faults.most:
+        return
+    for number, engine in enumerate(system.engines):
+        if not engine.dead:
+            yield Event(Kind.ENGINE, _driver(plan, number), str(plan.engines[number]))
+
+
+def _engine_dies(plan: Plan, system: System, name: str) -> System:
+    """What the engine had mapped is lost, and every call to it fails from now on."""
+    cells = tuple(
+        cell(Mapped.NO if plan.freed[number] else Mapped.LOST)
+        if str(plan.owner[number]) == name and value & 3 != Mapped.NO
+        else value
+        for number, value in enumerate(system.cells)
+    )
+    engines = tuple(
+        each._replace(dead=each.dead or str(who) == name)
+        for who, each in zip(plan.engines, system.engines, strict=True)
+    )
+    return system._replace(cells=cells, engines=engines, faults=system.faults + 1)
+
+
+def _stepped(plan: Plan, system: System, event: Event) -> System:
     kind, rank, name = event
     state = system.ranks[rank]
+    if kind is Kind.ENGINE:
+        return _engine_dies(plan, system, name)
     special = _SPECIAL.get(kind)
     if special is not None:
         return special(plan, system, rank)
@@ -363,7 +423,7 @@ def step(plan: Plan, system: System, event: Event) -> System:
             cells = touched(plan, cells, here, Moment(kind), state.epoch)
             if kind is Kind.FAIL:
                 fences = _fail_rest(plan, system.fences, rank, state)
-                faults += not input_lost(system.cells, here)
+                faults += not _must_fail(plan, system, here)
         case Kind.ARRIVE:
             assert isinstance(here, Wait)
             if "device_synchronised" in here.established:
@@ -637,7 +697,7 @@ def _restart(plan: Plan, system: System, rank: int) -> System:
         if state.status is Status.DEAD_ACTING
     )
     first = initial(plan)
-    engines = tuple(engine._replace(floor=epoch) for engine in system.engines)
+    engines = tuple(engine._replace(floor=epoch, dead=False) for engine in system.engines)
     return System(ranks, first.cells, (), engines, system.faults, system.late + calls)
 
 

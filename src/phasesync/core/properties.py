@@ -26,6 +26,7 @@ from phasesync.core.kernel import (
     content_of,
     mapped_of,
     next_step,
+    reachable,
     woken,
 )
 from phasesync.core.model import Device, Phase, Rank, ResourceName
@@ -268,6 +269,7 @@ def violations(plan: Plan, before: System, event: Event, after: System) -> tuple
     assert isinstance(act, Act)
     found: list[Violation] = []
     if event.kind is Kind.START:
+        act = reachable(plan, before, act)
         found += wanted(plan, who, act, before.cells, state.epoch)
         found += raced(plan, who, act, in_progress(plan, before, event.rank))
         found += poisoned(plan, event.rank, act, state.epoch, enumerate(before.ranks))

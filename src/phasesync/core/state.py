@@ -58,6 +58,7 @@ class Kind(StrEnum):
     HANG = "hang"
     DEADLINE = "deadline"
     RESTART = "restart"  # the dead are replaced, and all begin the next epoch
+    ENGINE = "engine"  # the process of an engine dies; `name` is the engine, `rank` its first rank
     WAKE = "wake"  # a call of an older incarnation reaches the engine after all
 
 
@@ -101,10 +102,10 @@ class FenceState(NamedTuple):
 
 
 class EngineState(NamedTuple):
-    """A passive role's instance: calls below the floor are refused; `poisoned` never serves."""
+    """A passive role's instance: calls below the floor are refused, a dead one's all fail."""
 
     floor: int = 0
-    poisoned: bool = False
+    dead: bool = False
 
 
 class Late(NamedTuple):
@@ -137,6 +138,7 @@ class Faults(NamedTuple):
     notices: bool = True
     aborts: bool = True
     restart: bool = False
+    engine: bool = False
 
 
 NO_FAULTS = Faults()

@@ -27,7 +27,7 @@ __all__ = ("Row", "draw", "folded", "memory", "rows")
 SHOWN = 12
 SHOWN_LEAST = 3
 LANES_MAX = 6
-_FAULTS = frozenset((Kind.CRASH, Kind.FAIL, Kind.HANG, Kind.DEADLINE))
+_FAULTS = frozenset((Kind.CRASH, Kind.FAIL, Kind.HANG, Kind.DEADLINE, Kind.ENGINE))
 _MAPPED = {Mapped.NO: "free", Mapped.YES: "mapped", Mapped.UNKNOWN: "unknown", Mapped.LOST: "lost"}
 
 
