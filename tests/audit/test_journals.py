@@ -2,9 +2,10 @@
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ from phasesync.audit.replay import audit_journals
 from phasesync.audit.rounds import unordered
 from phasesync.core.plan import resolve
 from phasesync.core.protocol import FenceDecl, PhaseDecl, Protocol
-from phasesync.report.audit import audit_paths
+from phasesync.report.audit import as_text, audit_paths
+from phasesync.runtime import Turn
 from phasesync.spec import load
 from tests.audit.accidents import Accident, fenced, unfenced
 from tests.runtime.world import World
@@ -172,3 +174,27 @@ def test_whole_epochs_are_judged_like_their_lines(tmp_path: Path) -> None:
     path.write_text("\n".join(text) + "\n")
     answer = audit_paths([tmp_path])[0]
     assert (answer.verdict, answer.rule, answer.epoch) == ("violation", "R-EPOCH", 5)
+
+
+@pytest.mark.parametrize("error", ["no space left", "CUDA out of memory"])
+def test_what_fails_after_a_recovery_is_news_and_no_consequence(tmp_path: Path, error: str) -> None:
+    class Twice(World):
+        def _action(self, name: str) -> Callable[[Turn], Any]:
+            usual = super()._action(name)
+
+            async def act(turn: Turn) -> None:
+                if (turn.rank.number, name, turn.epoch) in {(1, "stage", 1), (2, "offload", 3)}:
+                    raise RuntimeError(f"{error} in {name}")
+                await usual(turn)
+
+            return act
+
+    asyncio.run(Twice(4, tmp_path, epochs=4, pause_s=0.001).go())
+    (answer,) = audit_paths([tmp_path])
+    assert (answer.verdict, answer.epoch, answer.phase) == ("failure", 1, "stage")
+    assert answer.guilty == ("trainer/1",)
+    assert answer.consequences == ()
+    (later,) = answer.findings
+    assert (later["epoch"], later["ranks"]) == (3, ["trainer/2"])
+    assert f"{error} in offload" in later["what"]
+    assert any("also in epoch 3: rank trainer/2 failed" in row for row in as_text([answer]))

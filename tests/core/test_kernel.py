@@ -248,5 +248,5 @@ def test_enqueued_releases_wait_for_the_device() -> None:
 
 def test_every_verb_has_effects_or_leaves_the_cell() -> None:
     touched = {verb for verb, _ in memory._EFFECTS}
-    assert touched | {Verb.NEEDS, Verb.USES, Verb.ENSURES} == set(Verb)
+    assert touched | {Verb.NEEDS, Verb.USES, Verb.ENSURES, Verb.HOLDS, Verb.AGREES} == set(Verb)
     assert {moment for _, moment in memory._EFFECTS} == set(Moment)

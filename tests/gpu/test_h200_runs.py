@@ -110,6 +110,9 @@ def test_an_engine_that_was_half_awake_is_whole_again_after_a_recovery() -> None
     answer = audit("failed", "colocated")
     assert (answer["verdict"], answer["epoch"], answer["phase"]) == ("failure", 1, "stage")
     assert answer["guilty"] == ["trainer/0"]
+    assert answer["consequences"] == [], "the second failure has a cause of its own"
+    (later,) = answer["findings"]
+    assert (later["epoch"], later["what"].endswith("cannot offload")) == (3, True)
     rows = figures("epochs.json")["rows"]
     failed = [row for row in rows if row["what"] == "failed epoch"]
     assert [row["where"] for row in failed] == ["stage", "offload"]

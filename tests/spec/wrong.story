@@ -16,7 +16,7 @@ basic: `protocol: basic` -> `protocol: [basic]`
 basic: `protocol: basic` -> `protocol: basic\nprotocol: basic`
   ! 3:1: key 'protocol' is given twice in the file; keep one of them
 basic: `protocol: basic` -> `protocol: basic\nversion: 3`
-  ! 3:1: unknown key 'version' in the file; keys are: phasesync, protocol, summary, options, groups, roles, resources, never, phases, fences, transitions, recover
+  ! 3:1: unknown key 'version' in the file; keys are: phasesync, protocol, summary, options, groups, roles, resources, never, always, agree, monotone, phases, fences, transitions, recover
 basic: `summary: The leader` -> `summary: |\n  The leader\n `
   ! 3:10: summary is not one line of printable text; write one plain line
 basic: `summary:` -> `sumary:`
@@ -24,7 +24,7 @@ basic: `summary:` -> `sumary:`
 basic: `roles:\n` -> `roles: {}\nr:\n`
   ! 5:25: unknown role 'trainer'; there are no roles
   ! 6:8: roles is empty; write `roles: {NAME: ...}`, or drop it
-  ! 7:1: unknown key 'r' in the file; keys are: phasesync, protocol, summary, options, groups, roles, resources, never, phases, fences, transitions, recover
+  ! 7:1: unknown key 'r' in the file; keys are: phasesync, protocol, summary, options, groups, roles, resources, never, always, agree, monotone, phases, fences, transitions, recover
   ! 11:21: unknown role 'trainer'; there are no roles
   ! 12:21: unknown role 'trainer'; there are no roles
   ! 13:21: unknown role 'engine'; there are no roles
@@ -314,3 +314,33 @@ basic: `phases:\n` -> `transitions: []\nphases:\n`
   ! 18:3: phases is a list, not a mapping; write `phases: {NAME: {...}}`
 basic: `phases:\n` -> `fences: {}\nphases:\n`
   ! 16:9: 'fences' goes with 'transitions' alone; put each fence where it stands, as `- fence: NAME`, in phases
+
+## What must hold
+
+basic: `phases:` -> `always: {}\nphases:`
+  ! 16:9: always is a mapping, not a list; write a list of {together: [A, B], during: PHASE}
+basic: `phases:` -> `always: [{together: [kv], during: resume_kv}]\nphases:`
+  ! 16:22: unknown resource 'kv'; resources are: params, cache, kv_cache
+basic: `phases:` -> `always: [{together: [kv_cache], during: resume}]\nphases:`
+  ! 16:41: unknown phase 'resume'; did you mean 'resume_kv'?
+basic: `phases:` -> `always: [{together: [kv_cache, kv_cache], during: resume_kv}]\nphases:`
+  ! 16:32: 'kv_cache' is given twice; name different resources
+basic: `phases:` -> `always: [{together: kv_cache, on: device}]\nphases:`
+  ! 16:31: unknown key 'on' in an item of always; keys are: together, during, when
+basic: `phases:` -> `always: [{together: kv_cache}]\nphases:`
+  ! 16:10: kv_cache must always be mapped, and every epoch starts without; change start: of one, or when: of this line [always-in-start]
+  ! 18:5: phase 'train' breaks always for kv_cache: always mapped, and now it is mapped: no; mend the order, or `always:` [always]
+basic: `phases:` -> `always: [{together: kv_cache, during: resume_kv}]\nphases:`
+  ! 23:5: phase 'resume_kv' breaks always for kv_cache: resume_kv runs where it is mapped: no; mend the order, or `always:` [always]
+basic: `phases:` -> `always: [{together: kv_cache, during: resume_kv, when: replica_size < 1}]\nphases:`
+  ! 16:10: this always: is false for all options, so it forbids nothing; change its when:, or drop it [idle]
+basic: `phases:` -> `agree: [{content: kv_cache}]\nphases:`
+  ! 16:9: an item of agree has no 'across'; add `across: ...`
+basic: `phases:` -> `agree: [{content: kv_cache, across: group}]\nphases:`
+  ! 16:37: unknown group 'group'; groups are: world, replica
+basic: `phases:` -> `agree: [{content: kv_cache, across: replica}]\nphases:`
+  ! 16:9: agree speaks of 'kv_cache', which has no content; give it `content: version`, or drop it here [reference]
+basic: `phases:` -> `monotone: [{content: kv_cache, across: replica}]\nphases:`
+  ! 16:32: unknown key 'across' in an item of monotone; keys are: content, when
+basic: `phases:` -> `monotone: [{content: kv_cache}]\nphases:`
+  ! 16:12: monotone speaks of 'kv_cache', which has no content; give it `content: version`, or drop it here [reference]

@@ -35,6 +35,8 @@ class Breaks:
         self._ranks, self._facts, self._arrived = ranks, facts, arrived
         self._causes: dict[_Cause, tuple[Evidence, Mapping[str, Any], int]] = {}
         self._missed: dict[_Cause, dict[str, str | None]] = {}
+        self._stuck: dict[_Cause, tuple[object, ...]] = {}
+        self._overdue: dict[tuple[object, ...], _Cause] = {}
 
     def __len__(self) -> int:
         return len(self._causes)
@@ -61,7 +63,9 @@ class Breaks:
             self._causes[cause] = (where, line, at)
             if kind == "deadline":
                 told = ranks or tuple(map(str, line.get("missing") or ()))
-                self._missed[cause] = self._absentees(instance, told)
+                self._missed[cause] = self._absentees(instance, told, cause)
+                if _origin(line) == line.get("fence"):
+                    self._overdue.setdefault(instance, cause)
 
     def findings(self) -> list[Finding]:
         """Why fences broke, as all ranks were told: who failed, died, or never came."""
@@ -70,6 +74,8 @@ class Breaks:
             told = [self._ranks[name].failed for name in cause.ranks if name in self._ranks]
             if cause.kind == "failed" and cause.ranks and all(told):
                 continue  # That rank's own journal says it, and earlier.
+            if self._overdue.get(self._stuck.get(cause, ()), cause) != cause:
+                continue  # All it waited for had come elsewhere: that fence says who was not heard.
             found.append(self._cause(cause, where, line, at))
         return found
 
@@ -77,7 +83,7 @@ class Breaks:
         """Who is to blame for a broken fence, and in which phase."""
         kind, ranks, phase = cause.kind, cause.ranks, cause.phase
         error = text_of(line.get("error") or "", 300)
-        fence = str(line.get("fence"))
+        fence = str(_origin(line))
         missing = tuple(map(str, line.get("missing") or ()))
         guilty = ranks or missing if kind not in _NOBODY else ()
         if cause in self._missed:
@@ -128,10 +134,11 @@ class Breaks:
         )
 
     def _absentees(
-        self, fence: tuple[object, ...], missing: tuple[str, ...]
+        self, fence: tuple[object, ...], missing: tuple[str, ...], cause: _Cause
     ) -> dict[str, str | None]:
         """Who a fence waited for when it broke, and in which phase each was: in place of a rank
-        that itself waited at another one, who was missing there.
+        that itself waited at another one, who was missing there. Where all of them had come to one
+        by their own journals, an arrival was lost on its way, and that fence will say whose.
         """
         found: dict[str, str | None] = {}
         left = list(missing)
@@ -147,6 +154,9 @@ class Breaks:
                 came = self._arrived.get(at, {})
                 members = map(str, self._facts.members.get(str(at[1]), ()))
                 left += [member for member in members if member not in came]
+                self._stuck.setdefault(cause, at)
+        if found:
+            self._stuck.pop(cause, None)
         return found or dict.fromkeys(missing)
 
     def _since(self, guilty: tuple[str, ...], at: int) -> int:
@@ -162,3 +172,8 @@ class Breaks:
     def _minority(self, ranks: tuple[str, ...]) -> tuple[str, ...]:
         world = self._facts.header.ranks
         return ranks if ranks and 2 * len(ranks) < len(world) else ()
+
+
+def _origin(line: Mapping[str, Any]) -> object:
+    """The fence at which it began; fences behind it break by the same cause."""
+    return line.get("cause_fence") or line.get("fence")

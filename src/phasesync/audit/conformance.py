@@ -7,7 +7,7 @@ clock orders two of them, the answer says so.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phasesync.audit.answer import BROKEN, NOTE, Evidence, Finding
@@ -27,7 +27,7 @@ from phasesync.core.kernel import (
 )
 from phasesync.core.model import Rank, RoleName
 from phasesync.core.plan import Act, Plan, Touch, Wait, resolve
-from phasesync.core.properties import Violation, raced, together, wanted
+from phasesync.core.properties import Violation, raced, together, unmapped, wanted
 from phasesync.core.protocol import Protocol, Verb
 from phasesync.errors import PlanError
 
@@ -38,14 +38,12 @@ _ENDED = frozenset((Status.STOPPED, Status.ABORTED, Status.FINISHED))
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of one rank: where it stands, what it is in, and how far fences vouch."""
+    """What is known of one rank: where it stands, and what it is in."""
 
     state: RankState
     line: Evidence
     act: Act | None = None
     act_line: Evidence | None = None
-    passed: dict[str, int] = field(default_factory=dict)
-    arrived: dict[tuple[str, int], int] = field(default_factory=dict)
     host: str = ""
 
 
@@ -64,8 +62,6 @@ class Conformance:
         self._held_by: dict[int, tuple[int, int]] = {}
         self._findings: list[Finding] = []
         self._told: set[tuple[Any, ...]] = set()
-        self._vouched_for: set[tuple[str, int]] = set()
-        self._members: dict[str, tuple[int, ...]] = {}
 
     @property
     def plan(self) -> Plan | None:
@@ -161,6 +157,10 @@ class Conformance:
             for violation in together(self._plan, rank, self._cells, devices):
                 if maps.intersection((violation.device, name) for name in violation.resources):
                     self._broken(at, who, seen, act, violation)
+            moved = {self._plan.cell_name(touch.cell) for touch in act.touches}
+            for violation in unmapped(self._plan, rank, self._cells, devices):
+                if (violation.device, violation.resources[0]) in moved:
+                    self._broken(at, who, seen, act, violation)
 
     def _maps(self, act: Act) -> set[tuple[str, str]]:
         """What the action maps: memory that was together before it is not its doing."""
@@ -225,10 +225,6 @@ class Conformance:
     def _arrive(self, at: int, who: int, seen: _Seen, line: Mapping[str, Any]) -> None:
         assert self._plan is not None
         fence = str(line.get("fence"))
-        key = (str(line.get("scope")), int(line.get("generation", -1)))
-        seen.arrived[key] = int(line.get("seq", 0))
-        if len(seen.arrived) > 64:
-            seen.arrived.pop(next(iter(seen.arrived)))
         if line.get("status") == "failed":
             if seen.state.status not in _ENDED:
                 seen.state = seen.state._replace(status=Status.ABORTED)
@@ -244,45 +240,9 @@ class Conformance:
 
     def _pass(self, at: int, who: int, seen: _Seen, line: Mapping[str, Any]) -> None:
         assert self._plan is not None
-        scope, generation = str(line.get("scope")), int(line.get("generation", -1))
-        seen.passed[scope] = generation
         fence = str(line.get("fence"))
         if refusal(self._plan, who, seen.state, Kind.PASS, fence) is None:
             seen.state = advance(self._plan, who, seen.state, Kind.PASS, fence)
-        if line.get("caller") != "outside" and fence != "plan":
-            self._vouched(at, who, seen, fence, scope, generation)
-
-    def _vouched(
-        self, at: int, who: int, seen: _Seen, fence: str, scope: str, generation: int
-    ) -> None:
-        """Whoever passes must be able to show that every member's journal has its arrival."""
-        assert self._plan is not None
-        key = (scope, generation)
-        if key in self._vouched_for or seen.state.stage is Stage.RECOVER:
-            return
-        self._vouched_for.add(key)
-        absent = [
-            member
-            for member in self._members.get(scope, ())
-            if key not in self._ranks[member].arrived and self._ranks[member].host
-        ]
-        if absent:
-            names = ", ".join(str(self._plan.members[member]) for member in absent[:4])
-            self._findings.append(
-                Finding(
-                    rule="R-EPOCH",
-                    strength=BROKEN,
-                    at=at,
-                    because=(
-                        f"{self._plan.members[who]} passed fence {fence!r} ({scope}, generation "
-                        f"{generation}), at which {names} had not arrived"
-                    ),
-                    epoch=seen.state.epoch,
-                    fence=fence,
-                    guilty=(str(self._plan.members[who]),),
-                    evidence=(seen.line, *(self._ranks[member].line for member in absent[:4])),
-                )
-            )
 
     # ------------------------------------------------------------------ where a rank stands
 
@@ -485,6 +445,9 @@ _RULES = {
     "race": "R-LIFETIME",
     "once": "R-ONCE",
     "content": "R-CONTENT",
+    "always": "R-MAPPED",
+    "agree": "R-VERSION",
+    "monotone": "R-MONOTONE",
 }
 _HANDLERS: dict[str, Callable[[Conformance, int, int, _Seen, Mapping[str, Any]], None]] = {
     "epoch.begin": Conformance._epoch,

@@ -64,6 +64,7 @@ class RankFacts:
     exit: Event | None = None
     left: Event | None = None
     failed: Event | None = None
+    recovered: list[int] = field(default_factory=list)
     done: dict[int | None, dict[str, Event]] = field(default_factory=dict)
     began: dict[int | None, dict[str, Event]] = field(default_factory=dict)
     epochs: deque[int] = field(default_factory=lambda: deque(maxlen=_EPOCHS_KEPT))
@@ -189,6 +190,19 @@ class Facts:
             for rank, exit_ in self.exits.items():
                 if rank not in named and exit_.epoch != event.epoch:
                     self.reconciled.add(rank)
+
+    def recover(self, rank: RankFacts, at: int) -> None:
+        """Note that a recovery of `rank` has ended well."""
+        if len(rank.recovered) < _FAILURES_KEPT:
+            rank.recovered.append(at)
+
+    def is_anew(self, event: Event, at: int, epoch: int | None) -> bool:
+        """Whether `event` is of a later epoch than `epoch`, which its rank began after it had
+        recovered from what was at `at`.
+        """
+        if event.epoch is None or epoch is None or event.epoch <= epoch:
+            return False
+        return any(at < end < event.at for end in self.rank(event.rank).recovered)
 
     def waiting(self) -> tuple[Name, ...]:
         """The ranks that still wait for somebody, now."""

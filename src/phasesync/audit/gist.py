@@ -75,7 +75,7 @@ class Block(NamedTuple):
 
     It has `length` lines of `size` bytes. `epoch` is None for lines between epochs. `after` is set
     where a journal begins anew behind parts that were rotated away: the last epoch before it.
-    `place` is for whoever made it.
+    `place` is for whoever made it, and `read`: how far its file was read for it, if compressed.
     """
 
     file: str
@@ -88,6 +88,7 @@ class Block(NamedTuple):
     last: int = 0
     after: int | None = None
     place: Any = None
+    read: int | None = None
 
 
 class RankLog(NamedTuple):

@@ -397,6 +397,13 @@ class JournalAudit:
         rank.phase = None
         rank.status = "failed" if line.get("error") else "ended"
 
+    def _recovered(
+        self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
+    ) -> None:
+        if not line.get("error"):
+            facts = self.audit.facts
+            facts.recover(facts.rank(name), at)
+
     def _exit(
         self, at: int, where: Evidence, name: str, rank: Told, line: Mapping[str, Any]
     ) -> None:
@@ -479,7 +486,7 @@ _TAKERS: Final[dict[str, _Taker]] = {
     "epoch.begin": JournalAudit._begin,
     "epoch.end": JournalAudit._end,
     "recover.begin": JournalAudit._other,
-    "recover.end": JournalAudit._other,
+    "recover.end": JournalAudit._recovered,
     "rank.stacks": JournalAudit._other,
     "rank.start": JournalAudit._start,
     "rank.exit": JournalAudit._exit,

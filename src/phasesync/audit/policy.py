@@ -48,6 +48,7 @@ def judge(findings: Iterable[Finding], facts: Facts, *, run: str = "", events: i
             run=run,
             events=events,
         )
+    every += _anew(root, every, facts)
     alike = [each for each in every if _same_fault(each, root)]
     guilty = _names(alike, root)
     verdict = _kind(root, facts)
@@ -150,6 +151,18 @@ def _out_of_memory(facts: Facts) -> Iterator[Finding]:
             yield _failed(event)
 
 
+def _anew(root: Finding, every: list[Finding], facts: Facts) -> list[Finding]:
+    """Failures since all had recovered from the root, where no finding tells them yet."""
+    told = {line for each in every for line in each.evidence}
+    return [
+        _failed(event)
+        for event in facts.failures
+        if event.at > root.at
+        and facts.is_anew(event, root.at, root.epoch)
+        and Evidence(event.file, event.line) not in told
+    ]
+
+
 def _failed(event: Any) -> Finding:
     error = event.attrs.get("error")
     what = "exited" if event.kind == "exit" else "failed"
@@ -229,6 +242,8 @@ def _consequences(root: Finding, alike: list[Finding], facts: Facts) -> tuple[st
     for event in facts.failures:
         if event.at <= root.at or Evidence(event.file, event.line) in known:
             continue
+        if facts.is_anew(event, root.at, root.epoch):
+            continue  # The root was recovered from: what failed since is news of its own.
         error = event.attrs.get("error")
         what = {"exit": "exited", "timeout": "timed out"}.get(event.kind, "failed")
         text = f"rank {event.rank} {what} in {event.phase}" + (f": {error}" if error else "")
@@ -268,6 +283,7 @@ def _shown(
         shown.append(
             {
                 "rule": each.rule,
+                "epoch": each.epoch,
                 "what": text_of(each.because, 400),
                 "ranks": [_written(rank, facts) for rank in each.guilty],
                 "evidence": [line.to_json() for line in each.evidence[:4]],

@@ -15,7 +15,7 @@ from phasesync.checker.space import Others, Space
 from phasesync.core.kernel import Faults
 from phasesync.core.model import OptionValue
 from phasesync.core.plan import Plan, resolve
-from phasesync.core.protocol import ELSEWHERE, EVERYWHERE, Protocol
+from phasesync.core.protocol import ELSEWHERE, EVERYWHERE, InvariantKind, Protocol
 from phasesync.errors import PlanError
 
 __all__ = ("Closure", "Mutate", "closure", "counts", "sized", "tracked", "tracked_plan", "unclosed")
@@ -63,8 +63,11 @@ def closure(
     """
     if any(effect.reach == EVERYWHERE for phase in protocol.phases for effect in phase.effects):
         return "a phase reaches the devices of all ranks, so that no finite part is closed"
-    if any(each.on == ELSEWHERE for each in protocol.invariants):
+    never = [each for each in protocol.invariants if each.kind is InvariantKind.NEVER]
+    if any(each.on == ELSEWHERE for each in never):
         return "a never speaks of other devices, so that no finite part is closed"
+    if any(each.kind is InvariantKind.AGREE for each in protocol.invariants):
+        return "an agree speaks of all devices of a group, so that no part of it is closed"
     if len(protocol.groups) > 1:
         return "ranks belong to more than one group, so that they are not interchangeable"
     sizes = [options[g.size] if isinstance(g.size, str) else g.size for g in protocol.groups]

@@ -1,8 +1,9 @@
 """Whether a rank may go first, alone: nobody else touches the same memory before it moves.
 
 Two accesses conflict when they reach one cell and not both only read it, or reach two cells that a
-`never` joins. Others can come only as far as the first fence that still waits for the rank; so
-far their programs are read, and no further. The footprint decides, not the rank.
+`never` joins. Who starts to serve waits for those whose recovery may yet fail. Others can come only
+as far as the first fence that still waits for the rank; so far their programs are read, and no
+further. The footprint decides, not the rank.
 """
 
 from phasesync.checker.rows import Row
@@ -13,7 +14,7 @@ from phasesync.core.protocol import Verb
 
 __all__ = ("Apart",)
 
-_READS = frozenset((Verb.NEEDS, Verb.USES))
+_READS = frozenset((Verb.NEEDS, Verb.USES, Verb.HOLDS, Verb.AGREES))
 _AT_ACT = frozenset((Status.READY, Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
 _GONE = frozenset((Status.DEAD, Status.DEAD_ACTING))
 
@@ -64,12 +65,22 @@ class Apart:
         if rank < 0:
             return True
         acts = self.reach(mine, rank, theirs)
-        if acts is None:
+        if acts is None or (self._serves(mine) and self._behind(mine, theirs)):
             return False
         own = [*self._now(mine), *self._own(self.tables.slots[slot].rank, mine)]
         far = [touch for act in acts for touch in act.touches]
         far += self._own(rank, theirs)
         return not any(self._conflict(one, two) for one in own for two in far)
+
+    def _serves(self, row: Row) -> bool:
+        return row.status is Status.READY and any(
+            touch.verb is Verb.NEEDS and self.plan.content[touch.cell] for touch in self._now(row)
+        )
+
+    @staticmethod
+    def _behind(mine: Row, theirs: Row) -> bool:
+        """Whether the other is in an earlier epoch, in which it may stop for good."""
+        return theirs.state.epoch < mine.state.epoch and theirs.status is not Status.FINISHED
 
     @staticmethod
     def _now(row: Row) -> tuple[Touch, ...]:

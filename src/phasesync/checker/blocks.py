@@ -9,6 +9,7 @@ alone; nothing may be assumed that is not read off them here.
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
+from phasesync.core.model import Rank
 from phasesync.core.plan import Act, Plan, Step, Wait
 
 __all__ = ("NOBODY", "Block", "Slot", "blocks", "shape", "siblings")
@@ -58,9 +59,11 @@ def blocks(plan: Plan) -> tuple[Block, ...]:
             for touch in act.touches:
                 union.join(rank, count + touch.cell // width)
     numbers = {rank: at for at, rank in enumerate(plan.members)}
+    engines: dict[Rank, int] = {}
     for number, owner in enumerate(plan.owner):
-        if owner in numbers:
-            union.join(numbers[owner], count + number // width)
+        device = count + number // width
+        # An engine is one, also where nothing reaches across it: it is poisoned for all its ranks.
+        union.join(numbers.get(owner, engines.setdefault(owner, device)), device)
     for at, scope in enumerate(plan.scopes):
         if at != plan.world and any(_stands(plan, rank, at) for rank in scope.members):
             for member in scope.members[1:]:

@@ -123,6 +123,8 @@ def _alike_elsewhere(wide: Plan, narrow: Plan, hidden: set[int]) -> bool:
     starts = zip(wide.start, narrow.start, strict=True)
     if any(one != two for at, (one, two) in enumerate(starts) if at % width not in hidden):
         return False
+    if not _follows(wide, narrow, hidden):
+        return False
     pairs = {(pair.device, pair.cells) for pair in wide.never}
     if any(
         (pair.device, pair.cells) not in pairs or any(at % width in hidden for at in pair.cells)
@@ -131,6 +133,21 @@ def _alike_elsewhere(wide: Plan, narrow: Plan, hidden: set[int]) -> bool:
         return False
     return all(
         pair in wide.elsewhere and not hidden.intersection(pair) for pair in narrow.elsewhere
+    )
+
+
+def _follows(wide: Plan, narrow: Plan, hidden: set[int]) -> bool:
+    """Whether all that other invariants ask of the narrow plan is asked of the wide one."""
+    width = len(wide.protocol.resources)
+    mapped = {at for cells in narrow.always_on for at in cells}
+    rising = {at for at, rises in enumerate(narrow.monotone) if rises}
+    agreed = set(narrow.agree)
+    return (
+        mapped <= {at for cells in wide.always_on for at in cells}
+        and rising <= {at for at, rises in enumerate(wide.monotone) if rises}
+        and agreed <= set(wide.agree)
+        and not any(at % width in hidden for at in mapped | rising)
+        and not any(at % width in hidden for part in agreed for at in part)
     )
 
 

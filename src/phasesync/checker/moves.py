@@ -10,7 +10,7 @@ from typing import NamedTuple
 from phasesync.checker.alike import Alike
 from phasesync.checker.apart import Apart
 from phasesync.checker.rows import Go, Move, Row
-from phasesync.checker.tables import BlockState, Tables
+from phasesync.checker.tables import LOST, BlockState, Tables
 from phasesync.core.kernel import Faults, Kind, Stage, Status
 
 __all__ = ("Around", "Moves", "Summary")
@@ -347,8 +347,13 @@ class _Draft:
         go = row.go[Kind.START]
         if any(memo[units[at]] for at, memo in go.wants):
             return True
+        for part in go.agrees:
+            held = {memo[units[at]] for at, memo in part}
+            if len(held - {LOST}) > 1:
+                return True
         return any(
-            other.status in _BUSY and self.tables.races(slot, units[slot], at, units[at])
+            (other.status in _BUSY and self.tables.races(slot, units[slot], at, units[at]))
+            or (other.status in _LEFT and self.tables.poisons(slot, units[slot], at, units[at]))
             for at, other in enumerate(self.tables.row(n, u) for n, u in enumerate(units))
             if at != slot
         )

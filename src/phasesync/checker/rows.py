@@ -161,3 +161,4 @@ class Go(NamedTuple):
     others: tuple[tuple[int, Memo], ...] = ()
     wants: tuple[tuple[int, Memo], ...] = ()
     checked: tuple[int, ...] = ()
+    agrees: tuple[tuple[tuple[int, Memo], ...], ...] = ()

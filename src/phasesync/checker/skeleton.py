@@ -42,6 +42,9 @@ def bare(plan: Plan) -> Plan | None:
         never=(),
         never_on=((),) * len(plan.devices),
         elsewhere=(),
+        always_on=(),
+        agree=(),
+        monotone=(False,) * len(plan.monotone),
     )
 
 

@@ -16,6 +16,7 @@ from phasesync.core.kernel import (
     PARTIAL,
     Faults,
     Kind,
+    Mapped,
     Moment,
     RankState,
     Stage,
@@ -41,13 +42,22 @@ from phasesync.core.kernel import (
 )
 from phasesync.core.model import Phase
 from phasesync.core.plan import Act, Defect, Plan, Wait
-from phasesync.core.properties import raced, together, wanted
+from phasesync.core.properties import (
+    agreements,
+    poisoned,
+    raced,
+    together,
+    unmapped,
+    wanted,
+)
 from phasesync.core.protocol import Retry, Verb
 
-__all__ = ("BlockState", "Tables")
+__all__ = ("LOST", "BlockState", "Tables")
 
 BlockState: TypeAlias = tuple[int, ...]
 Cells: TypeAlias = tuple[int, ...]
+#: The content of memory that died with its owner: it agrees with everything.
+LOST = -9
 _GONE = frozenset((Status.DEAD, Status.DEAD_ACTING))
 _BUSY = frozenset((Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
 
@@ -87,6 +97,7 @@ class Tables:
         self._facts: dict[int, Facts] = {}
         self._fences: dict[tuple[int, int], list[tuple[int, Stage, int, int, int, bool]]] = {}
         self._races: dict[tuple[int, int, int, int], bool] = {}
+        self._poisons: dict[tuple[int, int, int, int], bool] = {}
         self._ops: dict[tuple[object, ...], Memo] = {}
         self.earlier = Memo(self._earlier)
         self.never = tuple(self._never_of(slot) for slot in range(len(block.slots)))
@@ -100,7 +111,7 @@ class Tables:
             for act in program
             if isinstance(act, Act)
             for touch in act.touches
-            if touch.verb is Verb.USES
+            if touch.verb in (Verb.USES, Verb.AGREES)
         }
         return frozenset(range(self.width)) - used
 
@@ -346,7 +357,28 @@ class Tables:
         judged = tuple((at, self._wants(at, act, epoch)) for at in devices) if wants else ()
         if moment is not Moment.START:
             judged = tuple((at, self._lost(at, act)) for at in devices)
-        return self._went(slot, after, devices, key, work, judged, devices)
+        went = self._went(slot, after, devices, key, work, judged, devices)
+        return went._replace(agrees=self._agrees(act)) if wants else went
+
+    def _agrees(self, act: Act) -> tuple[tuple[tuple[int, Memo], ...], ...]:
+        """For each set of cells that must agree: where they are, and what they hold."""
+        return tuple(
+            tuple((self.device_slot[at // self.width], self._holds(at)) for at in part)
+            for part in agreements(self.plan, act)
+        )
+
+    def _holds(self, cell: int) -> Memo:
+        """unit -> the content of a cell of its device."""
+        slot, resource = self.device_slot[cell // self.width], cell % self.width
+
+        def run(unit: int) -> int:
+            value = self.unit_of[unit][1][resource]
+            return LOST if mapped_of(value) is Mapped.LOST else content_of(value)
+
+        name = ("content", slot, resource)
+        if name not in self._ops:
+            self._ops[name] = Memo(run)
+        return self._ops[name]
 
     def _aborted(self, slot: int, rank: int, state: RankState, after: RankState) -> Go:
         touches = abort_touches(self.plan, rank, state)
@@ -501,7 +533,9 @@ class Tables:
         who = self.plan.members[0]
 
         def judge(cells: Cells) -> bool:
-            return next(together(self.plan, who, cells, {device}), None) is not None
+            if next(together(self.plan, who, cells, {device}), None) is not None:
+                return True
+            return next(unmapped(self.plan, who, cells, {device}), None) is not None
 
         return self._judge(slot, judge, ("never",))
 
@@ -518,4 +552,18 @@ class Tables:
                 pair = ((who[ranks[1]], theirs.act),)
                 found = next(raced(self.plan, who[ranks[0]], mine.act, pair), None) is not None
             self._races[key] = found
+        return found
+
+    def poisons(self, one: int, unit: int, two: int, other: int) -> bool:
+        """Whether `unit`'s action is served from an engine that `other` left unrecovered."""
+        key = (one, self.unit_of[unit][0], two, self.unit_of[other][0])
+        found = self._poisons.get(key)
+        if found is None:
+            mine, theirs = self.row(one, unit), self.row(two, other)
+            found = False
+            if mine.act is not None:
+                there = ((self.slots[two].rank, theirs.state),)
+                rank, epoch = self.slots[one].rank, mine.state.epoch
+                found = next(poisoned(self.plan, rank, mine.act, epoch, there), None) is not None
+            self._poisons[key] = found
         return found

@@ -118,18 +118,24 @@ def _stats(paths: tuple[str, ...]) -> tuple[dict[str, Any], list[str]]:
 
 
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[int], None] | None]:
-    """How many lines are read, on stderr, for people whose logs are long."""
+def _progress(*, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar of the bytes that are read, on stderr, for people whose logs are long."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TaskProgressColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} lines"), TimeElapsedColumn())
+    columns = (BarColumn(), TaskProgressColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("audit", total=None)
-        yield lambda count: bar.advance(task, count)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _mapping(path: Path) -> dict[str, str]:

@@ -51,7 +51,7 @@ KEEPS = -3
 _VERSION = -4
 
 #: Verbs that may be in progress together on one cell: all of them leave it as it is for others.
-SHARED = frozenset((Verb.NEEDS, Verb.USES, Verb.FILLS))
+SHARED = frozenset((Verb.NEEDS, Verb.USES, Verb.FILLS, Verb.HOLDS, Verb.AGREES))
 
 
 def cell(mapped: Mapped, content: int = NONE) -> int:
@@ -118,7 +118,9 @@ def _ensured(plan: Plan, value: int, touch: Touch, moment: Moment) -> int:
     return cell(Mapped.UNKNOWN, content_of(value))
 
 
-INPUTS = frozenset((Verb.NEEDS, Verb.USES, Verb.WRITES, Verb.FILLS, Verb.DISCARDS))
+INPUTS = frozenset(
+    (Verb.NEEDS, Verb.USES, Verb.WRITES, Verb.FILLS, Verb.DISCARDS, Verb.HOLDS, Verb.AGREES)
+)
 
 
 def input_lost(cells: Sequence[int], act: Act) -> bool:

@@ -5,7 +5,7 @@ touch numbered memory cells and fences that name their members, so that no drive
 option again. The digest covers all of it and travels with every arrival and every journal line.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -154,6 +154,11 @@ class Plan:
     world: int = field(default=0)
     elsewhere: tuple[tuple[int, int], ...] = ()
     freed: tuple[bool, ...] = ()
+    #: Cells that are mapped at all times, device by device; cells whose content agrees where it is
+    #: used; and whether a cell's version never falls.
+    always_on: tuple[tuple[int, ...], ...] = ()
+    agree: tuple[tuple[int, ...], ...] = ()
+    monotone: tuple[bool, ...] = ()
     defects: frozenset[Defect] = frozenset()
 
     def index(self, rank: Rank) -> int:
@@ -282,6 +287,10 @@ class _Resolver:
         self._part_of: dict[str, dict[int, int]] = {}
         self._numbers: dict[str, int] = {}
         self._owner_on: dict[str, dict[int, Rank]] = {}
+        self._during = self._held_during()
+        self._agreeing = self._agreements()
+        rising = self._invariants(InvariantKind.MONOTONE)
+        self._rising = {name for each in rising for name in each.resources}
         self._scope(WORLD, tuple(range(len(self.members))))
         for group, parts in self.groups.items():
             for number, part in enumerate(parts):
@@ -330,6 +339,9 @@ class _Resolver:
             digest=digest,
             elsewhere=self._elsewhere(),
             freed=tuple(decl.freed for _, decl in cells),
+            always_on=self._always(),
+            agree=tuple(part for _, parts in self._agreeing for part in parts),
+            monotone=tuple(decl.name in self._rising for _, decl in cells),
         )
 
     def _group(
@@ -413,6 +425,59 @@ class _Resolver:
             for one, two in (each.resources[:2],)
         )
 
+    def _always(self) -> tuple[tuple[int, ...], ...]:
+        """What is mapped at all times, device by device."""
+        found = [each for each in self._invariants(InvariantKind.ALWAYS) if not each.on]
+        numbers = sorted({self.resources[name] for each in found for name in each.resources})
+        width = len(self.resources)
+        return tuple(
+            tuple(device * width + number for number in numbers)
+            for device in range(len(self.devices))
+        )
+
+    def _held_during(self) -> dict[str, tuple[int, ...]]:
+        """By phase, the resources that are mapped wherever it works."""
+        found: dict[str, tuple[int, ...]] = {}
+        for each in self._invariants(InvariantKind.ALWAYS):
+            if each.on:
+                numbers = tuple(self.resources[name] for name in each.resources)
+                found[each.on] = (*found.get(each.on, ()), *numbers)
+        return found
+
+    def _agreements(self) -> list[tuple[ResourceName, tuple[tuple[int, ...], ...]]]:
+        """By resource, the cells that agree: those of the devices of one group, or of the world."""
+        width = len(self.resources)
+        found: list[tuple[ResourceName, tuple[tuple[int, ...], ...]]] = []
+        for each in self._invariants(InvariantKind.AGREE):
+            parts: tuple[tuple[int, ...], ...] = (tuple(range(len(self.members))),)
+            if each.on != WORLD:
+                parts = self.groups[GroupName(each.on)]
+            for name in each.resources:
+                cells = (
+                    sorted({self.place[at] * width + self.resources[name] for at in part})
+                    for part in parts
+                )
+                found.append((name, tuple(map(tuple, cells))))
+        return found
+
+    def _implied(self, at: int, step: PhaseDecl) -> Iterator[Touch]:
+        """What invariants make an action read."""
+        width = len(self.resources)
+        reached = {d for e in step.effects for d in self._reach(at, step, e.reach)}
+        for number in self._during.get(step.name, ()):
+            for device in sorted(reached or self._reach(at, step, DEVICE)):
+                yield Touch(Verb.HOLDS, device * width + number)
+        for name, parts in self._agreeing:
+            used = {
+                device * width + self.resources[name]
+                for effect in step.effects
+                if effect.resource == name and effect.verb in (Verb.NEEDS, Verb.USES)
+                for device in self._reach(at, step, effect.reach)
+            }
+            for cells in parts:
+                if used.intersection(cells):
+                    yield from (Touch(Verb.AGREES, number) for number in cells)
+
     def _invariants(self, kind: InvariantKind) -> list[Invariant]:
         return [
             invariant
@@ -472,7 +537,8 @@ class _Resolver:
         )
         return Act(
             step.name,
-            tuple(touches),
+            # What is implied comes first: what the phase itself does to a cell has the last word.
+            tuple(dict.fromkeys((*self._implied(at, step), *touches))),
             step.outside,
             step.enqueued,
             step.by is not None,

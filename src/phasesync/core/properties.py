@@ -7,6 +7,7 @@ cells that a log shows. The answers are values; nobody raises.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from phasesync.core.kernel import (
     INPUTS,
@@ -16,6 +17,8 @@ from phasesync.core.kernel import (
     Event,
     Kind,
     Mapped,
+    RankState,
+    Stage,
     Status,
     System,
     Verdict,
@@ -29,7 +32,17 @@ from phasesync.core.model import Device, Phase, Rank, ResourceName
 from phasesync.core.plan import Act, Plan, Touch
 from phasesync.core.protocol import Retry, Verb
 
-__all__ = ("Violation", "elsewhere", "raced", "together", "violations", "wanted")
+__all__ = (
+    "Violation",
+    "agreements",
+    "elsewhere",
+    "poisoned",
+    "raced",
+    "together",
+    "unmapped",
+    "violations",
+    "wanted",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +65,7 @@ _WANTS: dict[Verb, tuple[Mapped, str]] = {
     Verb.WRITES: (Mapped.YES, "mapped"),
     Verb.FILLS: (Mapped.YES, "mapped"),
     Verb.DISCARDS: (Mapped.YES, "mapped"),
+    Verb.HOLDS: (Mapped.YES, "always"),
 }
 
 
@@ -60,20 +74,60 @@ def wanted(
 ) -> Iterator[Violation]:
     """What the action wants of memory at its start and does not find."""
     fills = {touch.cell for touch in act.touches if touch.verb is Verb.FILLS}
+    yield from _disagreeing(plan, who, act, cells)
     for touch in act.touches:
         want = _WANTS.get(touch.verb)
         value = cells[touch.cell]
         if value & 3 == Mapped.LOST and touch.verb in INPUTS:
             continue  # The action will fail: its input died with whoever owned it.
+        if _falls(plan, touch, value, version):
+            says = f"{touch.verb} version {version} over version {content_of(value)}"
+            yield _violation(plan, "monotone", touch, who, says)
         if want is not None and mapped_of(value) is not want[0]:
             state = mapped_of(value).name.lower()
-            yield _violation(plan, want[1], touch, who, f"{touch.verb} what is mapped: {state}")
+            says = f"{touch.verb} what is mapped: {state}"
+            if touch.verb is Verb.HOLDS:
+                says = f"{act.phase} runs where it is mapped: {state}"
+            yield _violation(plan, want[1], touch, who, says)
         elif touch.verb is Verb.NEEDS and plan.content[touch.cell]:
             content = content_of(value)
             if content != version and not (touch.cell in fills and content == NONE):
                 yield _violation(plan, "content", touch, who, _content(content, version))
         elif touch.verb is Verb.USES and content_of(value) == PARTIAL:
             yield _violation(plan, "content", touch, who, _content(PARTIAL, version))
+
+
+def _falls(plan: Plan, touch: Touch, value: int, version: int) -> bool:
+    rises = touch.verb in (Verb.WRITES, Verb.FILLS) and plan.monotone[touch.cell]
+    return rises and content_of(value) > version
+
+
+def _disagreeing(
+    plan: Plan, who: Rank, act: Act, cells: Sequence[int] | Mapping[int, int]
+) -> Iterator[Violation]:
+    """Devices of one group that hold different versions of what the action uses."""
+    for part in agreements(plan, act):
+        held = [number for number in part if cells[number] & 3 != Mapped.LOST]
+        other = next((n for n in held if content_of(cells[n]) != content_of(cells[held[0]])), None)
+        if other is not None:
+            device, resource = plan.cell_name(held[0])
+            one, two = (_held(content_of(cells[number])) for number in (held[0], other))
+            yield Violation(
+                property="agree",
+                device=device,
+                resources=(resource,),
+                rank=who,
+                says=f"{act.phase} uses {one}, and {plan.cell_name(other)[0]} holds {two}",
+            )
+
+
+def agreements(plan: Plan, act: Act) -> Iterator[tuple[int, ...]]:
+    """The sets of cells whose content must agree when the action starts."""
+    if plan.agree:
+        touched = {touch.cell for touch in act.touches if touch.verb is Verb.AGREES}
+        for part in plan.agree:
+            if len(found := tuple(number for number in part if number in touched)) > 1:
+                yield found
 
 
 def raced(
@@ -86,9 +140,66 @@ def raced(
             mine = own.get(touch.cell)
             if mine is None or (mine.verb in SHARED and touch.verb in SHARED):
                 continue
+            verbs = {mine.verb, touch.verb}
+            if Verb.HOLDS in verbs and verbs & _STAYS_MAPPED:
+                continue
             says = f"{act.phase} {mine.verb} while {other} is in {other_act.phase}"
-            yield _violation(plan, "race", mine, who, says, (other,))
+            name = next((_IMPLIES[verb] for verb in _IMPLIES if verb in verbs), "race")
+            yield _violation(plan, name, mine, who, says, (other,))
             break
+
+
+#: The property that an implied verb stands for, and what leaves memory mapped beside `holds`.
+_IMPLIES = {Verb.HOLDS: "always", Verb.AGREES: "agree"}
+_STAYS_MAPPED = frozenset((Verb.WRITES, Verb.DISCARDS))
+_LEFT = frozenset((Status.STOPPED, Status.ABORTED))
+
+
+def poisoned(
+    plan: Plan,
+    rank: int,
+    act: Act,
+    epoch: int,
+    others: Iterable[tuple[int, RankState]],
+) -> Iterator[Violation]:
+    """Engines that the action is served from though a member's recovery failed, or there is none.
+
+    The kernel keeps no such engine from being used: fences and the content that `needs` asks for
+    do, in a sound protocol, and here it is asked whether they did. Another failure in the same
+    epoch is none of it: whoever is whole goes on serving.
+    """
+    for other, state in others:
+        if state.epoch < epoch and never_recovers(plan, other, state):
+            for touch in act.touches:
+                if touch.verb is Verb.NEEDS and other in _sharers(plan, touch.cell):
+                    who = plan.members[rank]
+                    says = f"{act.phase} is served from an engine that was never recovered"
+                    yield _violation(plan, "poisoned", touch, who, says, (plan.members[other],))
+                    break
+
+
+def never_recovers(plan: Plan, rank: int, state: RankState) -> bool:
+    """Whether the rank stopped for good, its recovery undone."""
+    return state.status in _LEFT and (state.stage is Stage.RECOVER or not plan.recover[rank])
+
+
+@lru_cache(maxsize=4096)
+def _sharers_of(
+    owner: tuple[Rank, ...], place: tuple[int, ...], members: tuple[Rank, ...], cell: int
+) -> frozenset[int]:
+    width = len(owner) // (max(place) + 1)
+    engine = owner[cell]
+    if engine in members:
+        return frozenset()
+    devices = {number // width for number, each in enumerate(owner) if each == engine}
+    return frozenset(rank for rank, device in enumerate(place) if device in devices)
+
+
+def _sharers(plan: Plan, cell: int) -> frozenset[int]:
+    """The ranks on the devices of the engine that owns a cell of weights; none for other cells."""
+    if not plan.content[cell]:
+        return frozenset()
+    return _sharers_of(plan.owner, plan.place, plan.members, cell)
 
 
 def together(
@@ -107,6 +218,19 @@ def together(
                 holders=holders,
                 says=" and ".join(pair.resources) + " together",
             )
+
+
+def unmapped(
+    plan: Plan, who: Rank, cells: Sequence[int] | Mapping[int, int], devices: Iterable[int]
+) -> Iterator[Violation]:
+    """Resources that are not mapped though `always` wants them at all times; what died with its
+    owner broke no rule."""
+    for device in devices:
+        for number in plan.always_on[device] if plan.always_on else ():
+            if cells[number] & 3 not in (Mapped.YES, Mapped.LOST):
+                state = mapped_of(cells[number]).name.lower()
+                says = f"always mapped, and now it is mapped: {state}"
+                yield _violation(plan, "always", Touch(Verb.HOLDS, number), who, says)
 
 
 def elsewhere(plan: Plan, who: Rank, cells: Sequence[int]) -> Iterator[Violation]:
@@ -146,10 +270,12 @@ def violations(plan: Plan, before: System, event: Event, after: System) -> tuple
     if event.kind is Kind.START:
         found += wanted(plan, who, act, before.cells, state.epoch)
         found += raced(plan, who, act, in_progress(plan, before, event.rank))
+        found += poisoned(plan, event.rank, act, state.epoch, enumerate(before.ranks))
     width = len(plan.protocol.resources)
     devices = {touch.cell // width for touch in act.touches}
     if devices:
         found += together(plan, who, after.cells, devices)
+        found += unmapped(plan, who, after.cells, devices)
         found += elsewhere(plan, who, after.cells)
     return tuple(found)
 
@@ -177,7 +303,10 @@ def _waking(plan: Plan, rank: int, before: System, after: System) -> Iterator[Vi
     if act is not None:
         who, width = plan.members[rank], len(plan.protocol.resources)
         yield from raced(plan, who, act, in_progress(plan, before, -1))
-        yield from together(plan, who, after.cells, {t.cell // width for t in act.touches})
+        devices = {touch.cell // width for touch in act.touches}
+        yield from together(plan, who, after.cells, devices)
+        yield from unmapped(plan, who, after.cells, devices)
+        yield from _fallen(plan, who, act, before.cells, after.cells)
 
 
 def _aborting(
@@ -192,8 +321,21 @@ def _aborting(
         act = Act(Phase("abort"), touches, False, False, False, Retry.NEVER, None)
         yield from raced(plan, who, act, in_progress(plan, before, rank))
         width = len(plan.protocol.resources)
-        yield from together(plan, who, after.cells, {touch.cell // width for touch in touches})
+        devices = {touch.cell // width for touch in touches}
+        yield from together(plan, who, after.cells, devices)
+        yield from unmapped(plan, who, after.cells, devices)
         yield from elsewhere(plan, who, after.cells)
+
+
+def _fallen(
+    plan: Plan, who: Rank, act: Act, before: Sequence[int], after: Sequence[int]
+) -> Iterator[Violation]:
+    """Versions that a late call put back."""
+    for touch in act.touches:
+        old, new = content_of(before[touch.cell]), content_of(after[touch.cell])
+        if plan.monotone[touch.cell] and NONE < new < old:
+            says = f"{act.phase} comes late and puts version {new} over version {old}"
+            yield _violation(plan, "monotone", touch, who, says)
 
 
 _BUSY = frozenset((Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
@@ -218,5 +360,8 @@ def _violation(
 
 
 def _content(content: int, version: int) -> str:
-    held = {NONE: "nothing", PARTIAL: "partial weights"}.get(content, f"version {content}")
-    return f"holds {held} where version {version} is needed"
+    return f"holds {_held(content)} where version {version} is needed"
+
+
+def _held(content: int) -> str:
+    return {NONE: "nothing", PARTIAL: "partial weights"}.get(content, f"version {content}")

@@ -23,6 +23,7 @@ __all__ = (
     "DEVICE",
     "ELSEWHERE",
     "EVERYWHERE",
+    "IMPLIED",
     "WORLD",
     "Effect",
     "Evidence",
@@ -59,7 +60,8 @@ NOWHERE = Place(1, 1)
 
 
 class Verb(StrEnum):
-    """What a phase does to a resource."""
+    """What a phase does to a resource. What an invariant makes of a phase it only reads:
+    `holds` and `agrees`, which no phase says itself."""
 
     ACQUIRES = "acquires"
     RELEASES = "releases"
@@ -69,6 +71,12 @@ class Verb(StrEnum):
     FILLS = "fills"
     DISCARDS = "discards"
     ENSURES = "ensures"
+    HOLDS = "holds"
+    AGREES = "agrees"
+
+
+#: Verbs that follow from invariants.
+IMPLIED = frozenset((Verb.HOLDS, Verb.AGREES))
 
 
 class Retry(StrEnum):
@@ -147,7 +155,8 @@ class ResourceDecl:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invariant:
     """A declared property; `never` speaks of resources together on one device, or of two of which
-    one is held while the other is held `elsewhere`, on another device."""
+    one is held while the other is held `elsewhere`, on another device. `on` is the phase during
+    which `always` holds, nothing where that is at all times; of `agree` it is the group."""
 
     kind: InvariantKind
     resources: tuple[ResourceName, ...]

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from phasesync.core.model import RoleName
 from phasesync.core.protocol import Protocol, RoleDecl, StepDecl
 from phasesync.declare.draft import Draft
+from phasesync.declare.invariants import read_invariants
 from phasesync.declare.options import read_options
-from phasesync.declare.places import read_groups, read_never, read_resources, read_roles
+from phasesync.declare.places import read_groups, read_resources, read_roles
 from phasesync.declare.steps import ESTABLISHED, MEASURED, read_steps, refuse_twins
 from phasesync.declare.table import read_table
 from phasesync.declare.write import written
@@ -23,7 +24,7 @@ __all__ = ("ESTABLISHED", "FORMAT", "MEASURED", "SECTIONS", "declare", "written"
 FORMAT = "1"
 SECTIONS = (
     "phasesync", "protocol", "summary", "options", "groups", "roles", "resources", "never",
-    "phases", "fences", "transitions", "recover",
+    "always", "agree", "monotone", "phases", "fences", "transitions", "recover",
 )  # fmt: skip
 
 
@@ -54,9 +55,9 @@ def _protocol(draft: Draft, root: Node) -> Protocol | None:
     groups = tuple(read_groups(draft))
     draft.roles = {role.name: role for role in read_roles(draft, sections["roles"])}
     resources = tuple(read_resources(draft))
-    invariants = tuple(read_never(draft, own.get("never")))
     steps = tuple(_steps(draft, own))
     recover = tuple(_recover(draft, own.get("recover"), steps))
+    invariants = tuple(read_invariants(draft, own, steps + recover))
     name = say.name(own["protocol"], "the protocol's name") if "protocol" in own else None
     return Protocol(
         name=name or "",

@@ -1,4 +1,4 @@
-"""Who takes part and what lies on a device: groups, roles, resources and what never meets."""
+"""Who takes part and what lies on a device: groups, roles and resources."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,17 +8,14 @@ from phasesync.core.model import GroupName, OptionName, ResourceName, RoleName
 from phasesync.core.options import suggest
 from phasesync.core.protocol import (
     DEVICE,
-    ELSEWHERE,
     GroupDecl,
-    Invariant,
-    InvariantKind,
     ResourceDecl,
     RoleDecl,
 )
 from phasesync.declare.draft import Draft
-from phasesync.nodes import Items, Node, Text, describe
+from phasesync.nodes import Node, Text, describe
 
-__all__ = ("read_groups", "read_never", "read_resources", "read_roles")
+__all__ = ("read_groups", "read_resources", "read_roles")
 
 _PLACED = re.compile(r"one per ([A-Za-z][A-Za-z0-9_]*)")
 _ACTIVE = "write `one per device`; only a driven role spans a group"
@@ -133,38 +130,3 @@ def _start(draft: Draft, node: Node | None, what: str) -> Condition | None:
         return None
     own = say.fields(table, f"start of {what}", ("mapped",), ("mapped",))
     return draft.condition(own.get("mapped"), f"mapped of {what}", constant=True)
-
-
-def read_never(draft: Draft, node: Node | None) -> Iterator[Invariant]:
-    """What may not be together on a device."""
-    if node is None:
-        return
-    say, shape = draft.complaints, "write {together: [A, B], on: device}"
-    for item in say.items(node, "never", f"write a list of {shape[6:]}"):
-        table = say.table(item, "an item of never", shape)
-        if table is None:
-            continue
-        own = say.fields(table, "an item of never", ("together", "on", "when"), ("together",))
-        on = say.choice(own.get("on"), "'on' of never", (DEVICE, ELSEWHERE), DEVICE)
-        found = _together(draft, own["together"]) if "together" in own else ()
-        yield Invariant(
-            kind=InvariantKind.NEVER,
-            resources=found,
-            on=on or DEVICE,
-            when=draft.condition(own.get("when"), "when"),
-            place=item.place,
-        )
-
-
-def _together(draft: Draft, node: Node) -> tuple[ResourceName, ...]:
-    say = draft.complaints
-    found: dict[str, None] = {}
-    for item in say.items(node, "together", "write [A, B]"):
-        name = say.reference(item, "resource", draft.resources)
-        if name in found:
-            say.say(item, f"{name!r} is given twice", "name different resources")
-        elif name is not None:
-            found[name] = None
-    if isinstance(node, Items) and len(node.items) == 1:
-        say.say(node, "never speaks of fewer than two resources", "name two or more")
-    return tuple(map(ResourceName, found))

@@ -9,6 +9,7 @@ from phasesync.core.options import suggest
 from phasesync.core.protocol import (
     DEVICE,
     EVERYWHERE,
+    IMPLIED,
     WORLD,
     Effect,
     Evidence,
@@ -36,7 +37,7 @@ __all__ = (
 ESTABLISHED = ("device_synchronised", "ipc_collected")
 MEASURED = ("free_bytes",)
 FENCE_KEYS = ("scope", "deadline_s", "first_deadline_s", "requires", "joined", "when")
-_VERBS = tuple(verb.value for verb in Verb)
+_VERBS = tuple(verb.value for verb in Verb if verb not in IMPLIED)
 PHASE_KEYS = ("by", *_VERBS, "when", "outside", "enqueued", "retry", "deadline_s")
 _EVIDENCE = re.compile(r"([a-z_]+)\s*(>=)\s*([0-9]{1,15})\s*(|KiB|MiB|GiB)")
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

@@ -12,6 +12,7 @@ from phasesync.core.protocol import (
     Evidence,
     FenceDecl,
     Invariant,
+    InvariantKind,
     OptionDecl,
     PhaseDecl,
     Protocol,
@@ -44,9 +45,11 @@ def _lines(protocol: Protocol) -> Iterator[str]:
     )
     yield from _section("roles", {each.name: _role(each) for each in protocol.roles})
     yield from _section("resources", {each.name: _resource(each) for each in protocol.resources})
-    if protocol.invariants:
-        yield from ("", "never:")
-        yield from (f"  - {_never(each)}" for each in protocol.invariants)
+    for kind in InvariantKind:
+        own = [each for each in protocol.invariants if each.kind is kind]
+        if own:
+            yield from ("", f"{kind}:")
+            yield from (f"  - {_invariant(each)}" for each in own)
     yield from _program(protocol, "phases", protocol.steps)
     yield from _program(protocol, "recover", protocol.recover)
 
@@ -103,10 +106,18 @@ def _resource(resource: ResourceDecl) -> str:
     )
 
 
-def _never(invariant: Invariant) -> str:
-    return _braces(
-        f"together: [{', '.join(invariant.resources)}]", f"on: {invariant.on}", _when(invariant)
-    )
+def _invariant(invariant: Invariant) -> str:
+    names, on = f"[{', '.join(invariant.resources)}]", invariant.on
+    match invariant.kind:
+        case InvariantKind.NEVER:
+            says = (f"together: {names}", f"on: {on}")
+        case InvariantKind.ALWAYS:
+            says = (f"together: {names}", f"during: {on}" if on else "")
+        case InvariantKind.AGREE:
+            says = (f"content: {names}", f"across: {on}")
+        case InvariantKind.MONOTONE:
+            says = (f"content: {names}", "")
+    return _braces(*says, _when(invariant))
 
 
 def _when(decl: StepDecl | Invariant) -> str:

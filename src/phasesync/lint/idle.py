@@ -41,7 +41,7 @@ def idle_rules(protocol: Protocol, views: Iterable[View]) -> Findings:
         for step in (*protocol.steps, *protocol.recover):
             yield from _turns(protocol, step, [view.true(step.when, absent=True) for view in seen])
         for invariant in protocol.invariants:
-            yield from _idle_never(protocol, invariant, seen)
+            yield from _idle_invariant(protocol, invariant, seen)
     else:
         wrong = f"the options have {count(protocol)} assignments; lint looked at {ASSIGNMENTS_MAX}"
         right = "use fewer options, or check the assignments that you run"
@@ -61,14 +61,14 @@ def _turns(protocol: Protocol, step: StepDecl, found: list[bool]) -> Findings:
         yield _finding(protocol, step.place, wrong, "drop it, or change it", Severity.WARNING)
 
 
-def _idle_never(protocol: Protocol, invariant: Invariant, views: list[View]) -> Findings:
+def _idle_invariant(protocol: Protocol, invariant: Invariant, views: list[View]) -> Findings:
     if not any(view.true(invariant.when, absent=True) for view in views):
-        wrong = "this never: is false for all options, so it forbids nothing"
+        wrong = f"this {invariant.kind}: is false for all options, so it forbids nothing"
         yield _finding(protocol, invariant.place, wrong, "change its when:, or drop it")
     elif invariant.when is not None and all(
         view.true(invariant.when, absent=True) for view in views
     ):
-        wrong = "when: of this never is true for all options"
+        wrong = f"when: of this {invariant.kind} is true for all options"
         yield _finding(protocol, invariant.place, wrong, "drop it, or change it", Severity.WARNING)
 
 

@@ -20,7 +20,7 @@ from phasesync.core.kernel import (
 from phasesync.core.model import ResourceName
 from phasesync.core.plan import Act, Plan, Wait, resolve
 from phasesync.core.properties import Violation, violations
-from phasesync.core.protocol import Place, Verb
+from phasesync.core.protocol import InvariantKind, Place, Verb
 from phasesync.lint.finding import Finding, Findings
 from phasesync.lint.view import View
 
@@ -80,13 +80,18 @@ def _turn(plan: Plan, system: System, event: Event) -> tuple[int, int, int, int]
 
 
 def _start(view: View) -> Findings:
-    for invariant in view.protocol.invariants:
-        together = all(map(view.starts_mapped, invariant.resources))
-        if together and view.true(invariant.when, absent=True):
+    right = "change start: of one, or when: of this line"
+    for invariant in view.invariants:
+        mapped = [name for name in invariant.resources if view.starts_mapped(name)]
+        together = len(mapped) == len(invariant.resources)
+        if invariant.kind is InvariantKind.NEVER and together:
             names = " and ".join(invariant.resources)
             wrong = f"{names} may never be together, and every epoch starts with them so"
-            right = "change start: of one, or when: of this line"
             yield _finding(view, "never-in-start", invariant.place, wrong, right)
+        if invariant.kind is InvariantKind.ALWAYS and not invariant.on and not together:
+            names = " and ".join(name for name in invariant.resources if name not in mapped)
+            wrong = f"{names} must always be mapped, and every epoch starts without"
+            yield _finding(view, "always-in-start", invariant.place, wrong, right)
 
 
 def _broken(view: View, plan: Plan, system: System, event: Event, found: Violation) -> Finding:
@@ -99,6 +104,10 @@ def _broken(view: View, plan: Plan, system: System, event: Event, found: Violati
     if found.property == "content":
         wrong = f"phase {event.name!r} needs the new weights in {names}, and it {found.says}"
         return _finding(view, "content", place, wrong, "write or fill it before")
+    if found.property in ("always", "agree", "monotone"):
+        right = f"mend the order, or `{found.property}:`"
+        wrong = f"phase {event.name!r} breaks {found.property} for {names}: {found.says}"
+        return _finding(view, found.property, place, wrong, right)
     for touch in act.touches:
         if plan.cell_name(touch.cell) == (found.device, found.resources[0]):
             state = _STATES[mapped_of(system.cells[touch.cell])]

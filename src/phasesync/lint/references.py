@@ -12,11 +12,14 @@ from phasesync.core.protocol import (
     WORLD,
     FenceDecl,
     GroupDecl,
+    Invariant,
+    InvariantKind,
     OptionDecl,
     PhaseDecl,
     Place,
     Protocol,
     StepDecl,
+    Verb,
 )
 from phasesync.lint.finding import Finding, Findings
 
@@ -43,6 +46,7 @@ def references(protocol: Protocol) -> Findings:
         yield from _condition(protocol, invariant.when, invariant.place)
         for name in invariant.resources:
             yield from _known("resource", name, resources, invariant.place)
+        yield from _invariant(protocol, invariant)
     for step in (*protocol.steps, *protocol.recover):
         yield from _condition(protocol, step.when, step.place)
         yield from _known("active role", step.role, protocol.active_roles, step.place)
@@ -60,6 +64,34 @@ def _size(group: GroupDecl, options: dict[str, OptionDecl]) -> Findings:
     if least is None or least < 1:
         wrong = f"size of group {group.name!r} may be less than 1"
         yield _finding(group.place, wrong, "make it at least 1")
+
+
+def _invariant(protocol: Protocol, invariant: Invariant) -> Findings:
+    """What an invariant names beside resources, and whether these are of the kind it speaks of."""
+    place, kind = invariant.place, invariant.kind
+    if kind is InvariantKind.ALWAYS and invariant.on:
+        phases = [s.name for s in (*protocol.steps, *protocol.recover) if isinstance(s, PhaseDecl)]
+        yield from _known("phase", invariant.on, phases, place)
+    if kind is InvariantKind.AGREE:
+        groups = [WORLD, *(group.name for group in protocol.groups)]
+        yield from _known("group", invariant.on, groups, place)
+    if kind not in (InvariantKind.AGREE, InvariantKind.MONOTONE):
+        return
+    content = {each.name for each in protocol.resources if each.content}
+    filled = {
+        effect.resource
+        for step in (*protocol.steps, *protocol.recover)
+        if isinstance(step, PhaseDecl)
+        for effect in step.effects
+        if effect.verb is Verb.FILLS
+    }
+    for name in invariant.resources:
+        if name not in content:
+            right = "give it `content: version`, or drop it here"
+            yield _finding(place, f"{kind} speaks of {name!r}, which has no content", right)
+        elif kind is InvariantKind.AGREE and name in filled:
+            right = "agree is for what is written; drop it here"
+            yield _finding(place, f"agree speaks of {name!r}, which is filled while used", right)
 
 
 def _step(protocol: Protocol, step: StepDecl, resources: Collection[str]) -> Findings:

@@ -16,6 +16,7 @@ from phasesync.core.protocol import (
     EVERYWHERE,
     WORLD,
     FenceDecl,
+    Invariant,
     InvariantKind,
     PhaseDecl,
     Protocol,
@@ -82,6 +83,7 @@ class View:
             tuple(self.starts_mapped(each.name) for each in self.protocol.resources),
             tuple(self.scope(step) for step in self.steps if isinstance(step, FenceDecl)),
             self.never,
+            tuple(each for each in self.invariants if each.kind is not InvariantKind.NEVER),
         )
 
     def true(self, condition: Condition | None, *, absent: bool) -> bool:
@@ -103,11 +105,12 @@ class View:
 
     @cached_property
     def never(self) -> tuple[tuple[ResourceName, ...], ...]:
-        return tuple(
-            invariant.resources
-            for invariant in self.protocol.invariants
-            if invariant.kind is InvariantKind.NEVER and self.true(invariant.when, absent=True)
-        )
+        return tuple(each.resources for each in self.invariants if each.kind is InvariantKind.NEVER)
+
+    @cached_property
+    def invariants(self) -> tuple[Invariant, ...]:
+        """The invariants that these options leave."""
+        return tuple(each for each in self.protocol.invariants if self.true(each.when, absent=True))
 
     # ------------------------------------------------------------------ who touches what
 

@@ -12,7 +12,17 @@ from typing import IO, Any, Final, NamedTuple
 
 from phasesync.audit.gist import Block, Gist, gist_of
 from phasesync.core.wire import JsonError, decode
-from phasesync.logs.lines import LINE_MAX, Line, Raw, TooLong, decoded, open_log, pieces
+from phasesync.logs.lines import (
+    LINE_MAX,
+    Line,
+    Packed,
+    Raw,
+    TooLong,
+    decoded,
+    on_disk,
+    open_log,
+    pieces,
+)
 
 __all__ = ("Place", "blocks_of", "kept", "reread")
 
@@ -48,10 +58,18 @@ def blocks_of(files: Sequence[tuple[Path, str]], start: Place | None = None) -> 
 def _in_file(path: Path, name: str, start: Place) -> Iterator[Block]:
     place = start
     with open_log(path, start.offset) as stream:
-        for block in _by_marks(stream, name, start):
+        for block in _read_to(stream, _by_marks(stream, name, start)):
             yield block
             place = Place(place.file, block.place.offset + block.size, block.last)
-    yield from _by_lines(path, name, place)
+    with open_log(path, place.offset) as stream:
+        yield from _read_to(stream, _by_lines(stream, name, place))
+
+
+def _read_to(stream: IO[bytes], blocks: Iterator[Block]) -> Iterator[Block]:
+    """The blocks, each with how far its file was read, where their own size does not tell."""
+    if not isinstance(stream, Packed):
+        return blocks
+    return (block._replace(read=on_disk(stream)) for block in blocks)
 
 
 # ------------------------------------------------------------------------------ by first bytes
@@ -171,43 +189,42 @@ def _held(name: str, first: int, raws: Sequence[Raw]) -> Iterator[Line]:
             yield line
 
 
-def _by_lines(path: Path, name: str, start: Place) -> Iterator[Block]:
+def _by_lines(stream: IO[bytes], name: str, start: Place) -> Iterator[Block]:
     """The blocks of one file, from `start` on, whatever it holds."""
     cut = _Cutting(name, start)
     going: Block | None = None
-    with open_log(path, start.offset) as stream:
-        for found in pieces(stream):
-            for raw in found:
-                data: Any = None
-                size = 0
-                if isinstance(raw, bytes):
-                    size = len(raw) + 1
-                    try:
-                        data = decode(raw)
-                    except (JsonError, RecursionError):
-                        data = None
-                elif isinstance(raw, TooLong):
-                    size = raw.length + 1
-                event = data.get("event") if type(data) is dict else None
-                if event == "epoch.begin" and cut.raws:
-                    yield cut.cut()
-                    going = None
-                if type(data) is dict:
-                    cut.read.append(data)
-                else:
-                    cut.is_odd = True
-                cut.raws.append(raw)
-                cut.size += size
-                if event == "epoch.end":
+    for found in pieces(stream):
+        for raw in found:
+            data: Any = None
+            size = 0
+            if isinstance(raw, bytes):
+                size = len(raw) + 1
+                try:
+                    data = decode(raw)
+                except (JsonError, RecursionError):
                     data = None
-                    yield _goes_on(cut.cut(whole=True), going)
-                    going = None
-                elif len(cut.raws) >= _LINES_MAX or cut.size >= _BYTES_MAX:
-                    data = None
-                    going = _goes_on(cut.cut(), going)
-                    yield going
-        if cut.raws:
-            yield _goes_on(cut.cut(), going)
+            elif isinstance(raw, TooLong):
+                size = raw.length + 1
+            event = data.get("event") if type(data) is dict else None
+            if event == "epoch.begin" and cut.raws:
+                yield cut.cut()
+                going = None
+            if type(data) is dict:
+                cut.read.append(data)
+            else:
+                cut.is_odd = True
+            cut.raws.append(raw)
+            cut.size += size
+            if event == "epoch.end":
+                data = None
+                yield _goes_on(cut.cut(whole=True), going)
+                going = None
+            elif len(cut.raws) >= _LINES_MAX or cut.size >= _BYTES_MAX:
+                data = None
+                going = _goes_on(cut.cut(), going)
+                yield going
+    if cut.raws:
+        yield _goes_on(cut.cut(), going)
 
 
 def _goes_on(block: Block, before: Block | None) -> Block:

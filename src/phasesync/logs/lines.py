@@ -5,14 +5,24 @@ A line longer than LINE_MAX is never held in memory, and a compressed file may e
 
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple, cast
 
 from phasesync.core.wire import JsonError, decode
 from phasesync.errors import LogError
 
-__all__ = ("LINE_MAX", "Line", "decoded", "lines", "open_log", "pieces", "zstandard")
+__all__ = (
+    "LINE_MAX",
+    "Line",
+    "Packed",
+    "decoded",
+    "lines",
+    "on_disk",
+    "open_log",
+    "pieces",
+    "zstandard",
+)
 
 LINE_MAX: Final = 1 << 20
 _PIECE: Final = 1 << 15
@@ -43,13 +53,43 @@ class Ends(NamedTuple):
 Raw = bytes | TooLong | Ends
 
 
-def lines(path: Path) -> Iterator[Line]:
+class Packed:
+    """What is in a compressed file, and how far into the file that is."""
+
+    def __init__(self, inside: IO[bytes], file: IO[bytes]) -> None:
+        self._inside, self._file = inside, file
+
+    def read(self, size: int = -1, /) -> bytes:
+        return self._inside.read(size)
+
+    def on_disk(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._inside.close()
+        self._file.close()
+
+    def __enter__(self) -> "Packed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def on_disk(stream: IO[bytes]) -> int:
+    """How many bytes of its file a log has been read from, packed as they are there."""
+    return stream.on_disk() if isinstance(stream, Packed) else stream.tell()
+
+
+def lines(path: Path, told: Callable[[int], None] | None = None) -> Iterator[Line]:
     """The lines of one file, in order; problems in place of what cannot be read.
+
+    `told` is told of each piece of the file how many bytes it has there.
 
     Raises:
         LogError: the file cannot be opened, or needs a package that is not installed.
     """
-    number = 0
+    number = at = 0
     with open_log(path) as stream:
         for found in pieces(stream):
             for raw in found:
@@ -57,6 +97,9 @@ def lines(path: Path) -> Iterator[Line]:
                 line = decoded(number, raw)
                 if line is not None:
                     yield line
+            if told is not None:
+                before, at = at, on_disk(stream)
+                told(at - before)
 
 
 def decoded(number: int, raw: Raw, file: str = "") -> Line | None:
@@ -118,9 +161,12 @@ def open_log(path: Path, offset: int = 0) -> IO[bytes]:
     """
     try:
         if path.name.endswith(".gz"):
-            stream = cast("IO[bytes]", gzip.GzipFile(path, "rb"))
+            file = path.open("rb")
+            stream = _packed(gzip.GzipFile(fileobj=file, mode="rb"), file)
         elif path.name.endswith(".zst"):
-            stream = cast("IO[bytes]", zstandard(path).open(path, "rb"))
+            reader = zstandard(path).ZstdDecompressor().stream_reader
+            file = path.open("rb")
+            stream = _packed(reader(file), file)
         else:
             stream = path.open("rb")
             stream.seek(offset)
@@ -136,6 +182,10 @@ def open_log(path: Path, offset: int = 0) -> IO[bytes]:
     while offset > 0 and (skipped := stream.read(min(offset, 1 << 20))):
         offset -= len(skipped)
     return stream
+
+
+def _packed(inside: Any, file: IO[bytes]) -> IO[bytes]:
+    return cast("IO[bytes]", Packed(inside, file))
 
 
 def zstandard(path: Path) -> Any:

@@ -40,7 +40,7 @@ def reading(
 ) -> Iterator[list[RankLog]]:
     """The journals of one run, a log a rank; `jobs` processes read them (None: as many as pay).
 
-    `progress` is told how many lines have been read, now and then.
+    `progress` is told how many more bytes of the files have been read, as they lie on disk.
 
     Raises:
         LogError: a file cannot be opened, or needs a package that is not installed.
@@ -55,10 +55,10 @@ def reading(
             for number, at in enumerate(share):
                 rank, chain = own[at]
                 blocks = reader.blocks(number, chain)
-                found[at] = RankLog(rank, _told(blocks, progress), partial(_again, chain))
+                found[at] = RankLog(rank, _told(blocks, chain, progress), partial(_again, chain))
         for at in shares[0]:
             rank, chain = own[at]
-            found[at] = RankLog(rank, _told(blocks_of(chain), progress))
+            found[at] = RankLog(rank, _told(blocks_of(chain), chain, progress))
         yield [each for each in found if each is not None]
 
 
@@ -91,16 +91,30 @@ def _shares(sizes: Sequence[int], jobs: int) -> list[list[int]]:
     return [shares[0], *(share for share in shares[1:] if share)]
 
 
-def _told(blocks: Iterator[Block], progress: Callable[[int], None] | None) -> Iterator[Block]:
+def _told(
+    blocks: Iterator[Block], chain: _Files, progress: Callable[[int], None] | None
+) -> Iterator[Block]:
     if progress is None:
         return blocks
-    return _telling(blocks, progress)
+    return _telling(blocks, chain, progress)
 
 
-def _telling(blocks: Iterator[Block], progress: Callable[[int], None]) -> Iterator[Block]:
+def _telling(
+    blocks: Iterator[Block], chain: _Files, progress: Callable[[int], None]
+) -> Iterator[Block]:
+    """The blocks; of each is told how much further into the chain of files it ends."""
+    sizes = [path.stat().st_size for path, _ in chain]
+    before = [sum(sizes[:at]) for at in range(len(sizes))]
+    done = 0
     for block in blocks:
         yield block
-        progress(block.length)
+        place = block.place
+        end = block.read if block.read is not None else place.offset + block.size
+        at = before[place.file] + min(end, sizes[place.file])
+        if at > done:
+            progress(at - done)
+            done = at
+    progress(sum(sizes) - done)
 
 
 def _again(chain: _Files, block: Block) -> Iterator[Block]:
@@ -188,7 +202,7 @@ class _Reader:
 
 
 def _block(chain: _Files, at: Place, plain: tuple[Any, ...]) -> Block:
-    _, count, size, epoch, version, after, last, gist, text = plain
+    _, count, size, epoch, version, after, last, gist, text, read = plain
     return Block(
         file=chain[at.file][1],
         length=count,
@@ -202,4 +216,5 @@ def _block(chain: _Files, at: Place, plain: tuple[Any, ...]) -> Block:
         last=last,
         after=after,
         place=at,
+        read=read,
     )

@@ -78,5 +78,5 @@ def _plain(block: Block) -> tuple[Any, ...]:
     gist = block.gist
     return (
         tuple(block.place), block.length, block.size, block.epoch, block.version, block.after,
-        block.last,        tuple(gist) if gist is not None else None, text,
+        block.last, tuple(gist) if gist is not None else None, text, block.read,
     )  # fmt: skip

@@ -35,7 +35,7 @@ _NOBODY: Final = {
     "R-SAMEPLAN": "who is right is not decidable: there is no majority",
 }
 _FOUND_BESIDE: Final = "protocol.yaml"
-_TELL: Final = 4096
+_TELLS: Final = 1000
 
 
 def audit_paths(
@@ -43,14 +43,15 @@ def audit_paths(
     *,
     protocol: str | Path | None = None,
     vocabulary: Mapping[str, str] | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
     jobs: int | None = 1,
 ) -> list[Answer]:
     """One answer for each run in `paths`: trace files, journals, folders of them, or packs.
 
     `protocol` is the declaration that journals are held against; else the one beside them, else
     the shipped one of the name they give. `vocabulary` maps phase names of traces to known ones;
-    `progress` is told how many lines have been read, now and then. `jobs` processes read a run's
+    `progress` is told how many bytes of all files have been read, of how many, now and then; of
+    compressed files those are compressed ones. `jobs` processes read a run's
     journals; None is as many as pay.
 
     Raises:
@@ -66,18 +67,19 @@ def _audited(
     paths: Sequence[logs.Shown],
     given: Protocol | None,
     vocabulary: Mapping[str, str] | None,
-    progress: Callable[[int], None] | None,
+    progress: Callable[[int, int], None] | None,
     jobs: int | None,
 ) -> list[Answer]:
     found = logs.sources(paths)
+    told = _telling(found, progress) if progress is not None else None
     answers = [
-        audit_trace(each.name, _counted(logs.lines(each.path), progress), vocabulary=vocabulary)
+        audit_trace(each.name, logs.lines(each.path, told), vocabulary=vocabulary)
         for each in found
         if each.kind == "trace"
     ]
     journals = [each for each in found if each.kind == "journal"]
     for run, files in logs.by_run(journals).items():
-        answers.append(_journals(run, files, given, progress, jobs))
+        answers.append(_journals(run, files, given, told, jobs))
     if not answers:
         names = ", ".join(each.name for each in paths)
         raise LogError(f"{names}: no log here; give a trace or a run folder")
@@ -136,21 +138,21 @@ def _open_many(files: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _counted(
-    lines: Iterator[logs.Line], progress: Callable[[int], None] | None
-) -> Iterator[logs.Line]:
-    return lines if progress is None else _telling(lines, progress)
+def _telling(
+    files: Sequence[logs.Source], progress: Callable[[int, int], None]
+) -> Callable[[int], None]:
+    """Adds up what was read of `files`, and tells it a thousand times on the way."""
+    total = sum(each.path.stat().st_size for each in files)
+    done = said = 0
 
+    def more(size: int) -> None:
+        nonlocal done, said
+        done += size
+        if (done - said) * _TELLS >= total or (done == total and said < total):
+            said = done
+            progress(done, total)
 
-def _telling(lines: Iterator[logs.Line], progress: Callable[[int], None]) -> Iterator[logs.Line]:
-    count = 0
-    for line in lines:
-        yield line
-        count += 1
-        if count >= _TELL:
-            progress(count)
-            count = 0
-    progress(count)
+    return more
 
 
 def audit_run(folder: Path) -> tuple[int, list[str]]:
@@ -216,7 +218,11 @@ def _one(answer: Answer, brief: bool) -> list[str]:
     beside = [each for each in answer.findings if not _is_told(each, told)]
     for finding in beside[: 2 if brief else _SHOWN]:
         rule = f"{finding['rule']}: " if finding["rule"] else ""
-        rows.append(f"  also {rule}{text_of(finding['what'], 300)}")
+        epoch = finding["epoch"]
+        when = (
+            "" if epoch in (None, answer.epoch) or answer.epoch is None else f"in epoch {epoch}: "
+        )
+        rows.append(f"  also {rule}{when}{text_of(finding['what'], 300)}")
     if not brief and all(each["least_ms"] <= 0 for each in answer.extra.get("clocks", ())):
         rows += [f"  {row}" for row in skew_lines(answer.extra.get("clocks", ()))]
     rows += [f"  record next time: {text_of(each, 200)}" for each in answer.record_next[:4]]

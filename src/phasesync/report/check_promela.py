@@ -9,15 +9,25 @@ from collections.abc import Iterator
 from phasesync.core.plan import Act, Plan, Wait
 from phasesync.core.properties import raced
 from phasesync.core.protocol import Verb
+from phasesync.errors import PlanError
 
 __all__ = ("promela",)
 
 _MAPPED = {Verb.ACQUIRES: 0, Verb.RELEASES: 1}
-_NEEDS_MAPPED = frozenset((Verb.NEEDS, Verb.USES, Verb.WRITES, Verb.FILLS, Verb.DISCARDS))
+_NEEDS_MAPPED = frozenset(
+    (Verb.NEEDS, Verb.USES, Verb.WRITES, Verb.FILLS, Verb.DISCARDS, Verb.HOLDS)
+)
 
 
 def promela(plan: Plan, epochs: int = 2) -> str:
-    """The model's text; `spin -a`, compile with -DSAFETY -DNOREDUCE, run."""
+    """The model's text; `spin -a`, compile with -DSAFETY -DNOREDUCE, run.
+
+    Raises:
+        PlanError: the protocol asks for something that the model does not say.
+    """
+    if plan.agree or any(plan.monotone) or any(plan.always_on):
+        wrong = "the Promela model does not say agree, monotone, or always without during"
+        raise PlanError(f"{wrong}; drop them for the export")
     return "\n".join(_Model(plan, epochs).lines()) + "\n"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import TypeAlias
 
-from phasesync.core.protocol import FenceDecl, Protocol, StepDecl
+from phasesync.core.protocol import FenceDecl, Invariant, InvariantKind, Protocol, StepDecl
 from phasesync.core.wire import Json
 from phasesync.report import phrases
 
@@ -28,6 +28,14 @@ class Change:
     after: str = ""
 
 
+def _never(protocol: Protocol) -> Iterator[Invariant]:
+    return (each for each in protocol.invariants if each.kind is InvariantKind.NEVER)
+
+
+def _others(protocol: Protocol) -> Iterator[Invariant]:
+    return (each for each in protocol.invariants if each.kind is not InvariantKind.NEVER)
+
+
 _Section: TypeAlias = tuple[str, Callable[[Protocol], Mapping[str, str]]]
 
 _SECTIONS: tuple[_Section, ...] = (
@@ -35,7 +43,8 @@ _SECTIONS: tuple[_Section, ...] = (
     ("group", lambda p: {each.name: phrases.group(each) for each in p.groups}),
     ("role", lambda p: {each.name: phrases.role(each) for each in p.roles}),
     ("resource", lambda p: {each.name: phrases.resource(each) for each in p.resources}),
-    ("never", lambda p: {phrases.never(e): phrases.when(e) or "always" for e in p.invariants}),
+    ("never", lambda p: {phrases.never(e): phrases.when(e) or "always" for e in _never(p)}),
+    ("rule", lambda p: {phrases.asks(e): phrases.when(e) or "always" for e in _others(p)}),
 )
 
 

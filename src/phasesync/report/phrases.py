@@ -9,6 +9,7 @@ from phasesync.core.protocol import (
     FenceDecl,
     GroupDecl,
     Invariant,
+    InvariantKind,
     OptionDecl,
     PhaseDecl,
     Protocol,
@@ -19,8 +20,8 @@ from phasesync.core.protocol import (
 )
 
 __all__ = (
-    "effects", "fence_terms", "group", "never", "option", "resource", "role", "scope", "seconds",
-    "step", "when",
+    "asks", "effects", "fence_terms", "group", "never", "option", "resource", "role", "scope",
+    "seconds", "step", "when",
 )  # fmt: skip
 
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -118,3 +119,19 @@ def resource(decl: ResourceDecl) -> str:
 def never(decl: Invariant) -> str:
     """`kv_cache with staging`."""
     return " with ".join(decl.resources)
+
+
+def asks(decl: Invariant) -> str:
+    """`weights and kv_cache are mapped during serve`."""
+    names = " and ".join(decl.resources)
+    are = "is" if len(decl.resources) == 1 else "are"
+    match decl.kind:
+        case InvariantKind.NEVER:
+            return f"{never(decl)} never on a device"
+        case InvariantKind.ALWAYS:
+            return f"{names} {are} mapped {f'during {decl.on}' if decl.on else 'at all times'}"
+        case InvariantKind.AGREE:
+            across = "all ranks" if decl.on == "world" else f"each {decl.on}"
+            return f"the version of {names} agrees across {across} where it is used"
+        case InvariantKind.MONOTONE:
+            return f"the version of {names} never falls"

@@ -7,7 +7,7 @@ protocol without it.
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from phasesync.core.protocol import FenceDecl, PhaseDecl, Protocol, StepDecl, Verb
+from phasesync.core.protocol import FenceDecl, InvariantKind, PhaseDecl, Protocol, StepDecl, Verb
 from phasesync.core.wire import Json
 from phasesync.lint.guards import guards
 from phasesync.report import phrases
@@ -47,6 +47,7 @@ class Overview:
     options: tuple[tuple[str, str], ...]
     roles: tuple[tuple[str, str], ...]
     never: tuple[tuple[str, str], ...]
+    asks: tuple[tuple[str, str], ...]
     fences: tuple[Fence, ...]
     phases: tuple[Step, ...]
     served: tuple[tuple[str, str], ...]
@@ -59,12 +60,15 @@ def overview(protocol: Protocol) -> Overview:
     for guard in guards(protocol):
         apart.setdefault(guard.fence, []).append((guard.first, guard.then))
     fences = {fence.name: fence for fence in protocol.fences}
+    never = [each for each in protocol.invariants if each.kind is InvariantKind.NEVER]
+    asks = [each for each in protocol.invariants if each.kind is not InvariantKind.NEVER]
     return Overview(
         name=protocol.name,
         summary=protocol.summary,
         options=tuple((each.name, phrases.option(each)) for each in protocol.options),
         roles=tuple((each.name, phrases.role(each)) for each in protocol.roles),
-        never=tuple((phrases.never(each), phrases.when(each)) for each in protocol.invariants),
+        never=tuple((phrases.never(each), phrases.when(each)) for each in never),
+        asks=tuple((phrases.asks(each), phrases.when(each)) for each in asks),
         fences=tuple(
             Fence(
                 fence.name,
@@ -130,6 +134,7 @@ def _lines(found: Overview) -> Iterator[str]:
     yield from _section("Options", found.options)
     yield from _section("Roles", found.roles)
     yield from _section("Never mapped together on a device", found.never)
+    yield from _section("Must hold", found.asks)
     yield ""
     yield "Fences, in order"
     for fence in found.fences:

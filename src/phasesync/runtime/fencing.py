@@ -191,6 +191,7 @@ class RankFences:
             cause_kind=cause.kind,
             cause_ranks=[str(rank) for rank in cause.ranks],
             cause_phase=cause.phase,
+            cause_fence=cause.fence,
             error_type=cause.error_type,
             error=cause.error,
             missing=[str(rank) for rank in broken.missing or cause.missing],

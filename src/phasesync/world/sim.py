@@ -138,6 +138,12 @@ class SimRank:
 
     async def at(self, name: str, takes_s: float = 0.0) -> None:
         """A named place: takes virtual time, and is where faults happen."""
+        factor = await self._struck(name)
+        turn = self._seen[name]
+        await asyncio.sleep(takes_s * factor * self.world.pace(f"{self.name} {name} {turn}"))
+
+    async def _struck(self, name: str) -> float:
+        """Come to a place, and to the faults that are planted there; how much slower it is."""
         turn = self._seen[name] = self._seen.get(name, 0) + 1
         self.world.places[name] = None
         factor = 1.0
@@ -157,7 +163,7 @@ class SimRank:
                 case _:
                     factor *= fault.factor
         self.record(name)
-        await asyncio.sleep(takes_s * factor * self.world.pace(f"{self.name} {name} {turn}"))
+        return factor
 
     async def fence(
         self, name: str, *, members: Sequence[int] | None = None, deadline_s: float = 300.0
@@ -221,9 +227,15 @@ class SimRank:
         takes_turn = _takes_turn(action)
 
         async def act(turn: Any) -> Any:
-            await self.at(name)
+            factor = await self._struck(name)
+            await asyncio.sleep(0)
+            loop = asyncio.get_running_loop()
+            began = loop.time()
             found = action(turn) if takes_turn else action()
-            return await found if asyncio.iscoroutine(found) else found
+            result = await found if asyncio.iscoroutine(found) else found
+            if factor > 1:  # A slow rank takes so many times as long as the action took.
+                await asyncio.sleep((factor - 1) * (loop.time() - began))
+            return result
 
         return act
 
