@@ -165,7 +165,8 @@ def demo(fault: Fault, seed: int, ranks: int, runs: Path) -> None:
 def play(fault: Fault, seed: int, ranks: int, runs: Path) -> object:
     """Run the world once with `fault`."""
     if fault.kind in DEMOS:
-        return demo(fault, seed, ranks, runs)
+        demo(fault, seed, ranks, runs)
+        return None
     if fault.kind in (*SIMULATED, "drop", "mixed"):
         return simulate(fault, seed, ranks, runs)
     world = World(ranks, runs, seed=seed, pause_s=0.001)
@@ -202,8 +203,8 @@ def is_right(fault: Fault, answer: Answer, slow: list[dict[str, Any]]) -> bool:
             for each in answer.findings
         )
     if fault.kind == "demo break":
-        said = (answer.verdict, answer.rule, answer.guilty, answer.phase, answer.epoch)
-        return said == ("violation", fault.rule, who, fault.phase, fault.epoch)
+        broke = (answer.verdict, answer.rule, answer.guilty, answer.phase, answer.epoch)
+        return broke == ("violation", fault.rule, who, fault.phase, fault.epoch)
     if fault.kind == "drop":
         where = (answer.guilty, answer.fence, answer.epoch)
         return answer.verdict == "failure" and where == (who, fault.phase, fault.epoch)

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+from tests.bench import audit_faults
+
 from phasesync.bench.audit import bench_audit, table
 
 
@@ -15,3 +18,8 @@ def test_every_reader_is_given_the_same_lines(tmp_path: Path) -> None:
     assert {row.lines for row in rows} == {lines}
     assert all(row.lines_a_second > 0 and row.memory_mb > 1 for row in rows)
     assert "phasesync audit, 1 process" in table(rows)
+
+
+@pytest.mark.parametrize("seed", [11, 71])
+def test_who_was_not_heard_at_an_inner_fence_is_named_and_no_rank_that_waited(seed: int) -> None:
+    assert audit_faults.main(1, seed) == 0

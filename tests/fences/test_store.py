@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phasesync.core.model import Opened, Rank, RoleName, RootCause
-from phasesync.errors import PlanError, StoreLost
+from phasesync.errors import PlanError, StaleArrival, StoreLost
 from phasesync.fences.base import FenceTransport
 from phasesync.fences.neighbours import Neighbours, host_id, started_at
 from phasesync.fences.store import StoreFences, StoreObserver, default_store
@@ -97,6 +97,28 @@ def test_a_token_keeps_the_ranks_of_another_run_of_the_same_name_out(store: Any)
         await asyncio.gather(ours.close(), theirs.close())
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("generation", [0, 10])
+def test_a_late_incarnation_is_told_at_once_and_leaves_nothing(store: Any, generation: int) -> None:
+    """The fence is long over; its keys are gone, or its log only."""
+
+    async def run() -> None:
+        world = world_over(store, 2)
+        await world.open()
+        for n in range(12):
+            await world.all_arrive(world.call(n))
+        late = StoreFences(store, rank=T0, run=world.run, incarnation=1)
+        await late.connect()
+        call = world.call(generation, deadline_s=60.0)
+        async with asyncio.timeout(20.0):
+            with pytest.raises(StaleArrival):
+                await late.arrive(call, arrives(call, T0, incarnation=1))
+        await late.close()
+        await world.close()
+
+    asyncio.run(run())
+    assert keys(store) == []
 
 
 def test_every_endpoint_knows_the_same_start_of_the_store(store: Any) -> None:

@@ -211,7 +211,7 @@ _PERFORM: dict[type, Callable[[dict[str, bytes], Any], Any]] = {
     Append: _append,
     Add: _add,
     Put: _put,
-    Get: lambda values, op: values[op.key],
+    Get: lambda values, op: values.get(op.key, b""),
     Wait: lambda values, op: values[op.key],
     Read: lambda values, op: values.get(op.key),
     CompareSet: _compare_set,
@@ -229,7 +229,7 @@ def _stored(values: tuple[tuple[str, bytes], ...], op: Operation) -> tuple[Any, 
 STORE = Medium(
     start=(),
     perform=_stored,
-    blocked=lambda values, op: isinstance(op, Wait | Get) and op.key not in dict(values),
+    blocked=lambda values, op: isinstance(op, Wait) and op.key not in dict(values),
     twice=(Append, Add),
 )
 

@@ -73,7 +73,7 @@ class Put(NamedTuple):
 
 
 class Get(NamedTuple):
-    """The reply is the value of a key that is known to be there."""
+    """The reply is the value of a key that should be there, at once: empty if it is not."""
 
     key: str
 

@@ -47,6 +47,7 @@ from phasesync.core.model import Arrival, Broken, FenceCall, FenceVerdict, Opene
 
 __all__ = (
     "COLLECTED_MAX",
+    "UNJUDGED",
     "VERDICTS_KEPT",
     "Counted",
     "Passed",
@@ -82,6 +83,10 @@ class Passed:
 
     verdict: Verdict
     answer: Opened | Broken | None
+
+
+#: The fence was decided without this arrival and tidied up, so long ago it was.
+UNJUDGED = Passed(Verdict(by=""), None)
 
 
 def connecting(space: Space, rank: Rank, incarnation: int, *, nonce: str) -> Steps:
@@ -132,6 +137,11 @@ def arriving(
             if isinstance(passed.answer, Opened):
                 yield from _collecting(space, call, opened_before)
             return passed
+    # Who comes when all is tidied up counts anew from 1; where the count is full without its log,
+    # that goes on just now. Who has passed the fence before this one need not look.
+    is_first = order == 1 and opened_before != call.key.generation - 1
+    if (is_first or order >= len(call.members)) and (yield from _is_tidied_up(space, call)):
+        return UNJUDGED
     if not wait:
         return Counted(order)
     verdict = Verdict.decode((yield Wait(at.verdict)))
@@ -151,11 +161,7 @@ def expiring(space: Space, call: FenceCall, me: str, seen: Mapping[Rank, str]) -
     text = yield Read(at.verdict)
     if text is not None:
         return Verdict.decode(text)
-    head = yield Read(space.head(call.key.scope))
-    is_over = int(head) > call.key.generation if head else (yield Read(space.boot)) is None
-    if is_over:
-        yield Delete(at.log)
-        yield Delete(at.counter)
+    if (yield from _is_tidied_up(space, call)):
         return None
     log = (yield Read(at.log)) or b""
     ruling = judge(call, decode_arrivals(log), expired=True, seen=seen)
@@ -226,6 +232,23 @@ def admitting(
     if not any(_same(a, arrival) for a in judged):
         return Passed(verdict, None)
     return Passed(verdict, replace(answer, arrivals=judged, order=order))
+
+
+def _is_tidied_up(space: Space, call: FenceCall) -> Steps:
+    """Whether this fence is long over, and so is its verdict: nobody will decide it any more.
+
+    Then what an arrival has written anew is removed again. The head is looked at first: when it
+    has gone on, the verdict was there before it.
+    """
+    at = space.at(call.key.scope, call.key.generation)
+    head = yield Read(space.head(call.key.scope))
+    is_over = int(head) > call.key.generation if head else (yield Read(space.boot)) is None
+    if not is_over or (yield Read(at.verdict)) is not None:
+        return False
+    yield Delete(at.log)
+    yield Delete(at.counter)
+    yield Read(space.boot)  # The reply proves that both are gone.
+    return True
 
 
 def _registering(space: Space, call: FenceCall, me: str) -> Steps:

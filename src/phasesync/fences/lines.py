@@ -94,9 +94,10 @@ class Client:
         self._store.set(operation.key, operation.value)
 
     def get(self, operation: Get) -> bytes:
-        """One round trip, where the store's own `get` takes two: to wait, and to get."""
-        value: bytes = self._store.compare_set(operation.key, "", "")
-        return value
+        """One round trip, where the store's own `get` takes two: to wait, and to get. Who comes
+        late may find the key removed: a missing one answers with what was expected of it."""
+        value: bytes = self._store.compare_set(operation.key, NOT_THERE, NOT_THERE)
+        return b"" if value == NOT_THERE.encode() else value
 
     def _value(self, key: str) -> bytes:
         value: bytes = self._store.get(key)

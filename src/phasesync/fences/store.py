@@ -27,6 +27,7 @@ from phasesync.core.fence_loss import (
     wards,
 )
 from phasesync.core.fence_steps import (
+    UNJUDGED,
     VERDICTS_KEPT,
     Counted,
     Passed,
@@ -130,9 +131,6 @@ class _Scope:
     opened_before: int | None = None
 
 
-NOT_JUDGED = Passed(Verdict(by=""), None)
-
-
 class _Deadline:
     """The timers of one arrival: a look at who is missing, the fence's deadline, and the store's
     last chance. None of them depends on the store's answer to another."""
@@ -204,7 +202,7 @@ class _Deadline:
             verdict = await self._fences.expire(self._call, signs)
             self._slot.settle(verdict)
             if verdict is None:
-                settle(self.job, NOT_JUDGED, None)
+                settle(self.job, UNJUDGED, None)
 
     def _last_chance(self) -> None:
         self._until = self._loop.time() + GRACE_S
@@ -446,7 +444,7 @@ class StoreFences:
                 return came
             verdict = await slot.heard()
             if verdict is None:
-                return NOT_JUDGED
+                return UNJUDGED
             answer = plainly(call, arrival, came.order, verdict)
             if answer is not None:
                 return Passed(verdict, answer)

@@ -85,6 +85,7 @@ class Cell:
     early: bool = False
     usable: bool | None = None
     said: str = ""
+    lag_s: float = 0.0  # For how long a survivor's event loop stood still at worst.
 
     @property
     def split(self) -> bool:
@@ -287,11 +288,16 @@ def _read(mechanism: str, fault: str, reports: Sequence[Report]) -> Cell:
         early=math.isinf(entered(life.board, life.at, life.size)[VICTIM]),
         usable=_usable(reports) if fault == "late" else None,
         said=str(told[knows[0]]) if knows else "",
+        lag_s=max((r.ending.lag_s for r in reports if _is_well(r)), default=0.0),
     )
 
 
 def _record(report: Report, generation: int) -> Record | None:
     return next((r for r in report.records if r.generation == generation), None)
+
+
+def _is_well(report: Report) -> bool:
+    return report.ending is not None and report.life.number != VICTIM
 
 
 def _told(report: Report) -> Any:

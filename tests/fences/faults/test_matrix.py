@@ -4,17 +4,39 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fences.faults.matrix import COLUMNS, HOST_ACTS, OURS, Cell, actors_if, cell, play
+from tests.fences.faults.matrix import (
+    COLUMNS,
+    HOST_ACTS,
+    OURS,
+    Actors,
+    Cell,
+    actors_if,
+    cell,
+    play,
+)
 
 DEADLINE_S = 2.0
 SOON_S = 1.0  # What nobody waits a deadline for, on a busy machine.
 AT_ONCE = ("killed", "exits", "fails", "options", "host killed")
 NOT_TOLD = ("killed", "exits")  # Whoever is dead is told nothing.
+LAG_S = 0.5  # A survivor whose loop stood still for so long had no processor, and was late itself.
+TRIES = 3
 
 
 def cells_of(mechanism: str) -> Iterator[Cell]:
     with actors_if(mechanism == "phasesync ray") as actors:
-        yield from play([mechanism], list(COLUMNS), deadline_s=DEADLINE_S, actors=actors)
+        for each in play([mechanism], list(COLUMNS), deadline_s=DEADLINE_S, actors=actors):
+            yield _calm(each, actors)
+
+
+def _calm(played: Cell, actors: Actors | None) -> Cell:
+    """The cell, played anew and alone where the machine had no time for its survivors: a rank that
+    was kept away from the fence for seconds is rightly named beside the victim."""
+    for _ in range(TRIES - 1):
+        if played.lag_s < LAG_S:
+            break
+        played = cell(played.mechanism, played.fault, deadline_s=DEADLINE_S, actors=actors)
+    return played
 
 
 @pytest.mark.timeout(300)
