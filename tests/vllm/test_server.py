@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Coroutine, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,9 @@ class Server:
         command += [str(part) for pair in arguments.items() for part in pair]
         self.log = log
         with log.open("w") as out:
-            self.process = subprocess.Popen(command, env=settings, stdout=out, stderr=out)
+            self.process = subprocess.Popen(
+                command, env=settings, stdout=out, stderr=out, start_new_session=True
+            )
 
     def wait(self, within_s: float = 110) -> None:
         until = time.monotonic() + within_s
@@ -78,6 +82,9 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        # A server that goes in a hurry leaves its engine behind.
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def opened(self, verdict: Opened) -> None:
         with self.verdicts.open("a") as out:
