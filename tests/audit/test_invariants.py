@@ -40,7 +40,7 @@ def judged(asks: str, lines: list[Line]) -> list[str]:
         else:
             line |= {"event": f"phase.{event}", "phase": phase}
         found.see(at, Evidence("x.jsonl", at + 1), line)
-    return [each.rule for each in found.findings]
+    return [str(each.rule) for each in found.findings]
 
 
 def ran(rank: int, *phases: str) -> list[Line]:

@@ -288,7 +288,7 @@ def _read(mechanism: str, fault: str, reports: Sequence[Report]) -> Cell:
         early=math.isinf(entered(life.board, life.at, life.size)[VICTIM]),
         usable=_usable(reports) if fault == "late" else None,
         said=str(told[knows[0]]) if knows else "",
-        lag_s=max((r.ending.lag_s for r in reports if _is_well(r)), default=0.0),
+        lag_s=max((r.ending.lag_s for r in reports if r.ending and _is_well(r)), default=0.0),
     )
 
 
