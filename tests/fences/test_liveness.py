@@ -194,7 +194,7 @@ def stuck_rank(address: Any, runs: Path) -> None:
 
     async def live() -> None:
         fences = StoreFences(store_client(address), rank=T1, run="stuck")
-        protocol = loads(SLOWLY.replace("DEADLINE", "3"))
+        protocol = loads(SLOWLY.replace("DEADLINE", "5"))
         actions = {"step": stuck, "rest": lambda: None}
         async with RankRunner(
             protocol,
