@@ -236,6 +236,42 @@ def test_mixed_options_are_named_at_the_first_fence(tmp_path: Path) -> None:
         assert "param_offload: false on trainer/2, true on the others" in str(failed)
 
 
+def test_ranks_with_two_texts_of_one_protocol_are_told_so(tmp_path: Path) -> None:
+    """With two ranks everything that is a rank's own differs too; that is not what is wrong."""
+    own = load("basic")
+    other = replace(
+        own,
+        steps=tuple(
+            replace(step, deadline_s=7.0) if isinstance(step, FenceDecl) else step
+            for step in own.steps
+        ),
+    )
+
+    async def rank(number: int, protocol: Protocol, hub: InProcessFences) -> None:
+        async with RankRunner(
+            protocol,
+            rank=number,
+            ranks=2,
+            actions=basic(),
+            fences=hub.endpoint(Rank(RoleName("trainer"), number)),
+            caller_joins=True,
+            device=f"host/cpu{number}",
+            runs=tmp_path,
+        ):
+            raise AssertionError("it must not start")
+
+    async def main() -> list[BaseException | None]:
+        hub = InProcessFences()
+        both = (rank(n, text, hub) for n, text in enumerate((own, other)))
+        return await asyncio.gather(*both, return_exceptions=True)
+
+    for failed in asyncio.run(main()):
+        assert isinstance(failed, EpochFailed)
+        assert failed.cause.kind == "digest"
+        assert "what the protocol says: " in str(failed)
+        assert "device" not in str(failed)
+
+
 def test_evidence_that_is_missing_breaks_the_fence(tmp_path: Path) -> None:
     class Full(HostDevice):
         def free_bytes(self) -> int | None:

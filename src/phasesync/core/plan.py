@@ -54,6 +54,7 @@ __all__ = (
     "Wait",
     "resolve",
     "settle",
+    "text_digest",
 )
 
 
@@ -308,7 +309,7 @@ class _Resolver:
         digest = Digest(
             wire.sha256(
                 {
-                    "protocol": wire.sha256(_plain(protocol)),
+                    "protocol": text_digest(protocol),
                     "options": self.options,
                     "members": [str(rank) for rank in self.members],
                     "groups": self.groups,
@@ -613,6 +614,12 @@ def _placement(
                 f"two {role} ranks claim device {twice}; each needs a device of its own"
             )
     return names, tuple(names.index(Device(name)) for name in devices)
+
+
+@lru_cache(maxsize=64)
+def text_digest(protocol: Protocol) -> str:
+    """The sha256 of what a protocol says, wherever its file is."""
+    return wire.sha256(_plain(protocol))
 
 
 def _plain(protocol: Protocol) -> object:

@@ -21,7 +21,7 @@ from phasesync.core.model import (
     RootCause,
     Version,
 )
-from phasesync.core.plan import PLAN, Plan, Wait
+from phasesync.core.plan import PLAN, Plan, Wait, text_digest
 from phasesync.core.protocol import WORLD
 from phasesync.errors import EpochFailed
 from phasesync.fences.base import FenceTransport
@@ -42,6 +42,7 @@ async def agree(walk: Walk, resolved: Callable[..., Plan], device: str, deadline
     call = replace(fences.call(plan, walk.machine.state, wait), epoch=Epoch(0), version=Version(0))
     payload = (
         ("protocol", plan.protocol.name),
+        ("what the protocol says", text_digest(plan.protocol)[:12]),
         ("ranks", str(len(plan.members))),
         *((name, _word(value)) for name, value in plan.options),
         ("device", device),
