@@ -134,9 +134,12 @@ def test_a_killed_engine_fails_its_leader(tmp_path: Path) -> None:
 
 
 PROGRAM = """
+import signal
 import sys
 from pathlib import Path
 from phasesync.demo import DemoSettings, run_demo
+# A shell that started the tests in the background had SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings = DemoSettings(runs=Path(sys.argv[1]), slow="1", epochs=50)
 sys.exit(run_demo(settings, audit_run=lambda _: (0, ["ok"])))
 """

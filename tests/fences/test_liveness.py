@@ -190,6 +190,7 @@ def stuck_rank(address: Any, runs: Path) -> None:
     """A rank that comes to native code which keeps every other thread of it from running."""
 
     def stuck() -> None:
+        time.sleep(1.5)  # Its heart is heard first, however long a connection takes here.
         ctypes.PyDLL(None).sleep(60)
 
     async def live() -> None:
