@@ -172,3 +172,13 @@ def test_the_moments_around_a_fault() -> None:
     assert " ".join(lanes[0].split()) == f"> 0 {steps}"
     assert any(row.rstrip().endswith("offload ...") for row in lanes)
     assert "  GiB held at the fault, by device: 0: 16.0, 1: 16.0, 2: 16.0, 3: 50.0" in rows
+
+
+def test_memory_that_ran_out_before_the_root_is_told_too() -> None:
+    """A peer that did not join and went on with the next epoch must not hide why there was none to
+    join: the leader ran out of memory in the epoch before.
+    """
+    (answer,) = audit_paths([CASES.parent / "journals" / "not_joined"])
+    assert (answer.rule, answer.epoch, answer.guilty) == ("R-FENCE", 2, ("trainer/1",))
+    told = "also in epoch 1: rank trainer/0 failed in resume_kv: CUDA out of memory"
+    assert any(told in row for row in as_text([answer]))

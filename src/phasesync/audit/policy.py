@@ -49,6 +49,7 @@ def judge(findings: Iterable[Finding], facts: Facts, *, run: str = "", events: i
             events=events,
         )
     every += _anew(root, every, facts)
+    every += [*_untold_before(root, every, facts)]
     alike = [each for each in every if _same_fault(each, root)]
     guilty = _names(alike, root)
     verdict = _kind(root, facts)
@@ -161,6 +162,16 @@ def _anew(root: Finding, every: list[Finding], facts: Facts) -> list[Finding]:
         and facts.is_anew(event, root.at, root.epoch)
         and Evidence(event.file, event.line) not in told
     ]
+
+
+def _untold_before(root: Finding, every: list[Finding], facts: Facts) -> Iterator[Finding]:
+    """Out-of-memory failures that came before the root, so that it cannot explain them."""
+    told = {line for each in every for line in each.evidence}
+    for event in facts.failures:
+        memory = is_memory_error(event.attrs.get("error"))
+        new = Evidence(event.file, event.line) not in told
+        if memory and new and event.at < root.at and unrecovered(event, facts) is not None:
+            yield _failed(event)
 
 
 def _failed(event: Any) -> Finding:
