@@ -246,6 +246,8 @@ class EpochFailed(PhasesyncError):
         """What to do now, in a few words."""
         if self.can_retry:
             return "recovered; the epoch may run again"
+        if self.cause.kind == "digest":
+            return "give every rank the same protocol and options, and start again"
         if self.replace:
             return f"replace {', '.join(map(str, self.replace))}"
         if self.poisoned:
@@ -262,6 +264,7 @@ def _rebuild_epoch_failed(*fields: Any) -> EpochFailed:
 def describe(cause: RootCause) -> str:
     """One line that names who, where and what."""
     who = ", ".join(map(str, cause.ranks)) or "nobody"
+    whose = f" ({who})" if cause.ranks else ""  # Without a majority nobody is blamed.
     where = f" in phase {cause.phase!r}" if cause.phase else ""
     at = f" at fence {cause.fence!r}" if cause.fence else ""
     what = f": {cause.error_type}: {cause.error}" if cause.error_type else ""
@@ -277,9 +280,9 @@ def describe(cause: RootCause) -> str:
         case "evidence":
             return f"{who} could not show what fence {cause.fence!r} requires{what}"
         case "digest":
-            return f"ranks hold different plans ({who}){what}"
+            return f"ranks hold different plans{whose}{what}"
         case "disagreement":
-            return f"ranks disagree{at} ({who}){what}"
+            return f"ranks disagree{at}{whose}{what}"
         case "cancelled":
             return f"{who} was cancelled{where}{what}"
         case "store_lost":

@@ -398,6 +398,14 @@ def test_epoch_failed_crosses_processes_unchanged() -> None:
         assert (copy.poisoned, copy.can_retry) == (("replica/1",), False)
 
 
+def test_where_plans_differ_and_there_is_no_majority_nobody_is_blamed() -> None:
+    cause = RootCause(kind="digest", ranks=(), error="replica_size: 2 on trainer/0, 1 on trainer/1")
+    assert str(replace(FAILED, cause=cause, replace=(), poisoned=())) == (
+        "trainer/1: epoch 7 failed: ranks hold different plans: replica_size: 2 on trainer/0, "
+        "1 on trainer/1 (give every rank the same protocol and options, and start again)"
+    )
+
+
 def _through_a_process() -> object:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         try:
