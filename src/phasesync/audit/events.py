@@ -63,6 +63,7 @@ class Header:
     by_clock: bool = False  # the order of ranks is what clocks of `hosts` hosts say
     hosts: int = 1
     record_next: tuple[str, ...] = ()
+    errors: tuple[tuple[str, int, str], ...] = ()  # of no rank: file, line, what it says
 
     def means(self, phase: str) -> Meaning:
         """The meaning of `phase`, after the renames that this log or its reader brought along."""

@@ -36,9 +36,12 @@ def judge(findings: Iterable[Finding], facts: Facts, *, run: str = "", events: i
     """The one answer that `findings` amount to."""
     every = [*findings, *_plain_failures(facts)]
     root = _root(every)
-    if root is None and (unexplained := [*_out_of_memory(facts)]):
+    if (root is None or _is_plain(root)) and (unexplained := [*_out_of_memory(facts)]):
         # No rule had anything to say of it, and still it failed.
         every += unexplained
+        root = _root(every)
+    if root is None and facts.header.errors:
+        every.append(_of_nobody(facts))
         root = _root(every)
     if root is None:
         return Answer(
@@ -146,10 +149,27 @@ def _plain_failures(facts: Facts) -> list[Finding]:
     return found
 
 
+def _is_plain(root: Finding) -> bool:
+    return root.rule is None and root.strength == FAILED
+
+
 def _out_of_memory(facts: Facts) -> Iterator[Finding]:
     for event in facts.failures:
         if is_memory_error(event.attrs.get("error")) and unrecovered(event, facts) is not None:
             yield _failed(event)
+
+
+def _of_nobody(facts: Facts) -> Finding:
+    """Errors that no line gives to a rank: something failed, and that is all that is known."""
+    errors = facts.header.errors
+    return Finding(
+        rule=None,
+        strength=SUSPECTED,
+        at=0,
+        because=f"the log has an error that no line gives to a rank: {errors[0][2]}",
+        evidence=tuple(Evidence(file, line) for file, line, _ in errors),
+        record_next=("each process's own log, with its rank or pid before every line",),
+    )
 
 
 def _anew(root: Finding, every: list[Finding], facts: Facts) -> list[Finding]:

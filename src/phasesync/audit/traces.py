@@ -81,6 +81,15 @@ def header_of(data: Mapping[str, Any], vocabulary: Mapping[str, str] | None = No
         by_clock=isinstance(clock, Mapping),
         hosts=int(number(clock.get("hosts")) or 1) if isinstance(clock, Mapping) else 1,
         record_next=tuple(text_of(more, 300) for more in _list(data.get("record_next")))[:8],
+        errors=tuple(
+            (
+                text_of(each.get("file", ""), 300),
+                int(number(each.get("line")) or 0),
+                text_of(each.get("error", ""), 300),
+            )
+            for each in _list(data.get("errors"))
+            if isinstance(each, Mapping)
+        )[:8],
     )
 
 

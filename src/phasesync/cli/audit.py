@@ -13,7 +13,7 @@ from phasesync.cli.options import as_json_option, print_json, read_json, write_t
 
 __all__ = ("audit", "collect", "import_")
 
-_KINDS = "verl, ray, vllm, sglang, flight-recorder, py-spy, text"
+_KINDS = "verl, ray, vllm, sglang, torchrun, flight-recorder, py-spy, text"
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -160,7 +160,7 @@ def import_(
 ) -> None:
     """Make a trace from logs of systems that do not run phasesync.
 
-    KIND is verl, ray, vllm, sglang, flight-recorder, py-spy or text.
+    KIND is verl, ray, vllm, sglang, torchrun, flight-recorder, py-spy or text.
     """
     from phasesync.core import wire
     from phasesync.importers import as_lines, import_logs

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from phasesync.errors import InputError
-from phasesync.importers import enginelogs, flightrecorder, pyspy, text, verl
+from phasesync.importers import enginelogs, flightrecorder, pyspy, text, torchrun, verl
 from phasesync.importers.base import Imported
 from phasesync.importers.guess import guess
 
@@ -20,6 +20,7 @@ IMPORTERS: Final[Mapping[str, Callable[[Sequence[Path]], Imported]]] = {
     "py-spy": pyspy.read,
     "ray": verl.read,
     "sglang": enginelogs.read_sglang,
+    "torchrun": torchrun.read,
     "verl": verl.read,
     "vllm": enginelogs.read_vllm,
 }

@@ -44,11 +44,14 @@ class LogLine(NamedTuple):
     rank: int | None
     times: int
     stamp: Stamp | None = None
+    said: str = ""  # what the line itself calls its rank
 
     @property
     def who(self) -> str:
-        """The process that wrote it: host and pid where Ray says so, else the file."""
-        return f"{self.ip}:{self.pid}" if self.pid else self.file
+        """The process that wrote it: host and pid where Ray says so, the rank that it says it is,
+        else the file.
+        """
+        return f"{self.ip}:{self.pid}" if self.pid else self.said or self.file
 
 
 def read_lines(path: Path) -> Iterator[LogLine]:
@@ -88,10 +91,11 @@ def _line(file: str, number: int, raw: bytes, rank: int | None) -> LogLine:
     if (found := _REPEATED.search(text)) is not None:
         times = int(found["times"])
         text = text[: found.start()]
+    said = ""
     if (found := _RANK.match(text)) is not None:
-        rank = int(found["rank"])
+        rank, said = int(found["rank"]), f"rank{int(found['rank'])}"
         text = text[found.end() :]
-    return LogLine(file, number, text, actor, pid, ip, rank, times)
+    return LogLine(file, number, text, actor, pid, ip, rank, times, said=said)
 
 
 @dataclass(slots=True)
@@ -121,6 +125,7 @@ class Course:
         self._hosts: set[str] = set()
         self._files: set[str] = set()
         self.capacity: float | None = None
+        self.errors: list[dict[str, Any]] = []  # those that no line gives to a process
         self.out = Imported({})
 
     def process(self, line: LogLine, role: str = "") -> int:
@@ -245,9 +250,11 @@ class Course:
         if self._coarse_s and len(self._files) > 1:
             hosts = max(1, len(self._hosts))
             header["clock"] = {"within_ms": self._coarse_s * 1000, "hosts": hosts}
+        if self.errors:
+            header["errors"] = self.errors
         self._label(header)
         self.out.header = header
-        if not self.out.events:
+        if not self.out.events and not self.errors:
             self.out.notes.append("no line was recognised; is this the right importer?")
         return self.out
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from phasesync.importers.base import Course, Imported, LogLine, all_lines
+from phasesync.importers.errors import Errors, error_of, is_death
+from phasesync.importers.watchdog import Watchdog
 
 __all__ = ("engine_line", "is_engine", "read_sglang", "read_vllm", "worker_of")
 
@@ -74,10 +76,6 @@ _PATHS: Final = {
     "release_kv_cache_memory": "release_kv_cache",
 }
 _TAG: Final = re.compile(r"[a-z_]+")
-_CRASH: Final = re.compile(
-    r"(?P<error>CUDA Error: .*|torch\.(?:cuda\.)?OutOfMemoryError.*|KeyError: .*|AssertionError.*|"
-    r"Segfault encountered.*|EngineDeadError.*|CUDA error: .*)"
-)
 
 
 def read_vllm(paths: Sequence[Path]) -> Imported:
@@ -92,9 +90,14 @@ def read_sglang(paths: Sequence[Path]) -> Imported:
 
 def _read(name: str, paths: Sequence[Path]) -> Imported:
     course = Course(name)
+    errors, watchdog = Errors(course), Watchdog()
     for line in all_lines(paths):
-        if not engine_line(course, line) and not _crash(course, line):
+        watchdog.see(line)
+    for line in all_lines(paths):
+        known = engine_line(course, line) or watchdog.line(course, line)
+        if not known and not _crash(course, errors, line):
             course.out.skipped += 1
+    errors.done()
     return course.done()
 
 
@@ -196,15 +199,15 @@ def _http(course: Course, line: LogLine, text: str, who: str) -> bool:
     return True
 
 
-def _crash(course: Course, line: LogLine) -> bool:
-    found = _CRASH.search(line.text)
-    if found is None:
+def _crash(course: Course, errors: Errors, line: LogLine) -> bool:
+    text, who = line.text, line.who
+    if (prefix := _PREFIX.match(text)) is not None:
+        who, text = f"{line.ip}:{prefix['pid']}", text[prefix.end() :]
+    error = error_of(text)
+    if error is None and not is_death(text):
         return False
-    who = line.who
-    if (prefix := _PREFIX.match(line.text)) is not None:
-        who = f"{line.ip}:{prefix['pid']}"
     rank = course.rank(who, line.rank, "engine")
-    course.fail(rank, line, found["error"])
+    errors.of(rank, line, error or text.strip()[:200], "fail" if error else "exit")
     return True
 
 

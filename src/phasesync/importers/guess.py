@@ -1,7 +1,7 @@
 """Whose logs a user has handed over, where their lines leave no doubt.
 
 A kind is named only if lines are there that nothing else prints. Of two kinds the one whose
-importer reads the other's lines too wins: verl's reads the engines'.
+importer reads the other's lines too wins: verl's and Ray's read the engines'.
 """
 
 import re
@@ -27,10 +27,23 @@ _MARKS: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
         ),
     ),
     (
+        "ray",
+        re.compile(
+            r"^ray\.exceptions\.\w+|^\S*ray::\w+\.\w+\(\)|A worker died or was killed while"
+        ),
+    ),
+    (
         "vllm",
         re.compile(r"Sleep mode freed [\d.]+ GiB memory|seconds to (?:fall asleep|wake up)"),
     ),
     ("sglang", re.compile(r'"POST /(?:release|resume)_memory_occupation|sglang/srt/')),
+    (
+        "torchrun",
+        re.compile(
+            r"Watchdog caught collective operation timeout|"
+            r"^Root Cause \(first observed failure\):|torch/distributed/(?:run|launcher)"
+        ),
+    ),
 )
 
 

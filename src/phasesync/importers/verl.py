@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from phasesync.importers import enginelogs
 from phasesync.importers.base import Course, Imported, LogLine, all_lines
+from phasesync.importers.errors import Errors, error_of, is_death
+from phasesync.importers.watchdog import Watchdog
 
 __all__ = ("read",)
 
@@ -40,16 +42,11 @@ _HEADS: Final[dict[str, tuple[str, str | None]]] = {
 _ENOUGH_GB: Final = 1.0  # an attempt that freed less is the last
 _ATTEMPTS: Final = 3
 _FIRST: Final = "resume weights"  # the head that follows the first cleanup of a sync
-_ERROR: Final = re.compile(
-    r"(?P<type>(?:torch\.)?(?:cuda\.)?OutOfMemoryError|RuntimeError|ray\.exceptions\.\w+|"
-    r"AssertionError|KeyError|TimeoutError|ValueError|AttributeError|torch\.distributed\.\w+):? ?"
-    r"(?P<text>.*)"
-)
-_DIED: Final = re.compile(
-    r"The actor died|worker died|SIGKILL|process exited unexpectedly|Worker proc .* died"
-)
 # The driver's traceback: "ray::WorkerDict.actor_rollout_update_weights() (pid=1196, ip=...".
 _TASK: Final = re.compile(r"ray::(?P<actor>[\w.]+)\.(?P<method>\w+)\(\).{0,12}?\(pid=(?P<pid>\d+)")
+# Ray's own words on a process that is gone, in one line or with its fields below.
+_PID: Final = re.compile(r"(?:^\s+pid|Worker PID): (?P<pid>\d+)")
+_GONE: Final = re.compile(r"The actor died|died or was killed while executing")
 _FRAMES: Final[tuple[tuple[re.Pattern[str], str], ...]] = (
     (re.compile(r"rollout\.resume\(.*kv_cache"), "resume_kv"),
     (re.compile(r"rollout\.resume\(.*weights"), "resume_weights"),
@@ -58,6 +55,7 @@ _FRAMES: Final[tuple[tuple[re.Pattern[str], str], ...]] = (
 )
 # The frame of an engine's own traceback that tells what it was doing.
 _IN: Final = re.compile(r'File ".*", line \d+, in (wake_up|sleep|load_weights|update_weights\w*)$')
+_BACK: Final = 64
 _TAKES: Final = ("resume_kv", "resume_weights")
 _FOLDED: Final = (
     "every process's own lines: RAY_DEDUP_LOGS=0, or the worker-*.err files in the logs folder of "
@@ -77,6 +75,8 @@ class _Death:
     line: LogLine
     phase: str | None = None
     error: str = ""
+    gone: bool = False
+    outer: bool = False  # it waited for the one that raised
 
 
 @dataclass(slots=True)
@@ -88,8 +88,13 @@ class _Known:
     offset: int | None = None
     folded: bool = False
     deaths: list[_Death] = field(default_factory=list)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    by_pid: bool = False
+    gone: LogLine | None = None
 
     def see(self, line: LogLine) -> None:
+        self.watchdog.see(line)
+        self.by_pid = self.by_pid or bool(line.pid)
         if (found := _CLEANUP.search(line.text)) is not None:
             self.folded = self.folded or line.times > 1
             if found["attempt"] == "1":
@@ -101,6 +106,7 @@ class _Known:
                 self.offset = self.cleanups[line.who] - 1
         elif not line.pid:
             self._traceback(line)
+            self._gone(line)
 
     def _traceback(self, line: LogLine) -> None:
         if (task := _TASK.search(line.text)) is not None:
@@ -110,9 +116,20 @@ class _Known:
             for frame, phase in _FRAMES:
                 if frame.search(line.text):
                     death.phase = phase
-            if (found := _ERROR.match(line.text.strip())) is not None:
-                for each in self.deaths:
-                    each.error = each.error or f"{found['type']}: {found['text']}"
+            if (error := error_of(line.text)) is not None:
+                for each in self.deaths[:-1]:
+                    each.outer = each.outer or not each.error
+                    each.error = each.error or error
+                self.deaths[-1].error = error
+
+    def _gone(self, line: LogLine) -> None:
+        """A process of which Ray says that it is gone, and by what number it went."""
+        if _GONE.search(line.text) is not None:
+            self.gone = line
+        if self.gone is not None and (found := _PID.search(line.text)) is not None:
+            error = " ".join(self.gone.text.split())[:200]
+            self.deaths.append(_Death(found["pid"], self.gone, error=error, gone=True))
+            self.gone = None
 
     def settle(self) -> None:
         """Without figures, whoever died in its KV resume had just emptied its cache the second
@@ -152,6 +169,7 @@ class _Reader:
     def __init__(self, known: _Known) -> None:
         self.course = Course("verl")
         self._known = known
+        self._errors = Errors(self.course)
         self._count: dict[str, int] = {}
         self._freed: dict[str, float] = {}
         self._trainers: dict[int, None] = {}
@@ -169,19 +187,24 @@ class _Reader:
             return True
         if (frame := _IN.search(line.text)) is not None:
             self._frame[line.who] = frame[1]
-        if not line.pid and self._known.deaths:
-            return False  # A driver's traceback: told at the end, with the process that it names.
-        if (found := _ERROR.search(line.text)) is not None and _is_error(line):
-            return self._error(line, f"{found['type']}: {found['text']}")
-        if _DIED.search(line.text):
-            rank = self.course.process(line)
-            self.course.fail(rank, line, line.text.strip()[:200], event="exit")
+        if self._known.watchdog.line(self.course, line):
             return True
-        return False
+        error = error_of(line.text)
+        if error is None and not is_death(line.text):
+            return False
+        if not line.pid and self._known.by_pid:
+            # A driver reports: told at the end, with the process that it names.
+            self._errors.unplaced(line, error or line.text.strip()[:200])
+        elif error is not None:
+            self._error(line, error)
+        else:
+            self._errors.of(self.course.process(line), line, line.text.strip()[:200], "exit")
+        return True
 
     def done(self) -> Imported:
         for death in self._known.deaths:
             self._died(death)
+        self._errors.done()
         everybody = list(self._trainers)
         for attrs in self._takes:
             attrs["gpus"] = everybody
@@ -267,11 +290,11 @@ class _Reader:
         if self._known.leads(line):
             self._takes.append(self.course.out.events[-1]["attrs"])
 
-    def _error(self, line: LogLine, error: str) -> bool:
+    def _error(self, line: LogLine, error: str) -> None:
         engine = enginelogs.is_engine(line)
         rank = self.course.process(line, "engine" if engine else "")
-        if _seen(self.course, rank, error):
-            return True
+        if self._known.watchdog.waits(line.rank) or _seen(self.course, rank, error):
+            return
         worker = enginelogs.worker_of(line)
         waiting = [
             (each, phase)
@@ -280,38 +303,38 @@ class _Reader:
             if self.course.is_open(each, phase)
         ]
         if not engine:
-            self.course.fail(rank, line, error)
-            return True
+            self._errors.of(rank, line, error)
+            return
         within = self._frame.get(line.who, "wake_up" if waiting else "worker")
         self.course.put(rank, within, "fail", line, error=error[:500], worker=worker)
         if len(waiting) != 1:
-            return True
+            return
         # The engine acts for the trainer that called it, which dies of the same error.
         self.course.put(*waiting[0], "fail", line, error=error, worker=worker)
         self._failed.add(str(waiting[0][0]))
-        return True
 
     def _died(self, death: _Death) -> None:
-        line = death.line._replace(pid=death.pid)
-        if line.who not in self.course.known() or death.phase is None:
+        known = [who for who in self.course.known() if who.endswith(f":{death.pid}")]
+        ip = known[0].rpartition(":")[0] if len(known) == 1 else ""
+        line = death.line._replace(pid=death.pid, ip=ip)
+        if death.phase is None and (death.outer or len(known) > 1):
+            self._errors.unplaced(line, death.error)
             return
         rank = self.course.process(line)
-        if str(rank) in self._failed:
+        if str(rank) in self._failed or _seen(self.course, rank, death.error):
             return
         self._failed.add(str(rank))
-        self.course.put(rank, death.phase, "fail", line, error=death.error[:500])
-
-
-def _is_error(line: LogLine) -> bool:
-    """A raised error, not a line of somebody's traceback that quotes one."""
-    return not line.text.lstrip().startswith(("raise ", "except ", "#", "File "))
+        if death.phase is None:
+            self._errors.of(rank, line, death.error, "exit" if death.gone else "fail")
+        else:
+            self.course.put(rank, death.phase, "fail", line, error=death.error[:500])
 
 
 def _seen(course: Course, rank: int, error: str) -> bool:
-    last = course.out.events[-1] if course.out.events else None
-    return (
-        last is not None
-        and last["rank"] == rank
-        and last["event"] == "fail"
-        and str(last["attrs"].get("error", ""))[:60] == error[:60]
+    """Whether that process has failed of the same before: a traceback is printed more than once."""
+    return any(
+        each["rank"] == rank
+        and each["event"] == "fail"
+        and str(each["attrs"].get("error", ""))[:60] == error[:60]
+        for each in course.out.events[-_BACK:]
     )
