@@ -126,6 +126,14 @@ def test_an_error_of_nobody_is_not_ok(tmp_path: Path) -> None:
     assert any(f"see {log}:2" in row for row in as_text([answer]))
 
 
+def test_what_fails_in_ray_itself_is_not_the_job(tmp_path: Path) -> None:
+    file_of(tmp_path, WORKER.format(who="W pid=4001"), "driver.log")
+    file_of(
+        tmp_path, "Traceback (most recent call last):\nOSError: no such file\n", "dashboard.log"
+    )
+    assert audit_lines(as_lines(import_logs("ray", [tmp_path]))).verdict == "ok"
+
+
 def test_an_error_that_its_process_outlived_is_no_failure(tmp_path: Path) -> None:
     error = "(W pid=4001) RuntimeError: no such adapter, trying again\n"
     text = WORKER.format(who="W pid=4001") + error + WORKER.format(who="W pid=4001")

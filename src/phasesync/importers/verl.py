@@ -55,6 +55,11 @@ _FRAMES: Final[tuple[tuple[re.Pattern[str], str], ...]] = (
 )
 # The frame of an engine's own traceback that tells what it was doing.
 _IN: Final = re.compile(r'File ".*", line \d+, in (wake_up|sleep|load_weights|update_weights\w*)$')
+# Ray's own components beside the workers' files: what fails in them is not the job.
+_COMPONENTS: Final = re.compile(
+    r"^(?:raylet|gcs_server|dashboard|monitor|log_monitor|python-core-|runtime_env|ray_client|agent-|"
+    r"debug_state|event_)"
+)
 _BACK: Final = 64
 _TAKES: Final = ("resume_kv", "resume_weights")
 _FOLDED: Final = (
@@ -194,7 +199,8 @@ class _Reader:
             return False
         if not line.pid and self._known.by_pid:
             # A driver reports: told at the end, with the process that it names.
-            self._errors.unplaced(line, error or line.text.strip()[:200])
+            if _COMPONENTS.match(Path(line.file).name) is None:
+                self._errors.unplaced(line, error or line.text.strip()[:200])
         elif error is not None:
             self._error(line, error)
         else:
