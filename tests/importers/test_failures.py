@@ -75,6 +75,20 @@ def test_who_ended_first_under_torchrun(how: str, because: str) -> None:
     assert because in answer.because
 
 
+@pytest.mark.parametrize("before", ["", "[default5]:", "[1,5]<stderr>:"])
+def test_ranks_are_told_apart_whoever_puts_them_before_a_line(tmp_path: Path, before: str) -> None:
+    """A launcher's own number may be a local one: what the rank says of itself counts."""
+    text = f"{before}[rank13]: KeyError: 'a'\n[rank0]: step 1\n"
+    answer = answer_of("torchrun", file_of(tmp_path, text, "job.log"))
+    assert (answer.verdict, answer.guilty) == ("failure", (13,))
+
+
+@pytest.mark.parametrize("before", ["[default3]:", "[1,3]<stdout>:"])
+def test_a_launchers_number_is_a_rank_where_there_is_no_other(tmp_path: Path, before: str) -> None:
+    answer = answer_of("torchrun", file_of(tmp_path, f"{before}KeyError: 'a'\n", "job.log"))
+    assert (answer.verdict, answer.guilty) == ("failure", (3,))
+
+
 def test_the_watchdog_names_who_never_came(tmp_path: Path) -> None:
     text = "".join(CAUGHT.format(rank=rank, op="ALLREDUCE") for rank in (0, 1)) + DUMPS + AFTER
     log = file_of(tmp_path, text, "job.log")

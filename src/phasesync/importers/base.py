@@ -23,8 +23,9 @@ _RAY: Final = re.compile(
     r"^\((?P<actor>[^()]*?)\s*pid=(?P<pid>\d+)(?:,\s*ip=(?P<ip>[^)\s]+))?\)\s?"
 )
 _REPEATED: Final = re.compile(r"\s*\[repeated (?P<times>\d+)x across cluster\].*$")
-# torch and some launchers write "[rank3]: text".
-_RANK: Final = re.compile(r"^\[rank(?P<rank>\d+)\]:?\s?")
+# torch writes "[rank3]: text", torchrun --tee "[default3]:text" and mpirun "[1,3]<stderr>:text"
+# before what the rank says of itself.
+_RANK: Final = re.compile(r"^\[(?:(?:rank|default)(?P<rank>\d+)\]:?\s?|1,(?P<mpi>\d+)\]<std\w+>:)")
 # Ray's own files: worker-<id>-<job>-<pid>.err, whose first lines name the actor.
 _WORKER: Final = re.compile(r"worker-[0-9a-f]+-(?:[0-9a-f]+-)?(?P<pid>\d+)\.(?:out|err)(?:\.gz)?$")
 _ACTOR: Final = re.compile(r"^:actor_name:(?P<actor>.*)$")
@@ -92,9 +93,10 @@ def _line(file: str, number: int, raw: bytes, rank: int | None) -> LogLine:
         times = int(found["times"])
         text = text[: found.start()]
     said = ""
-    if (found := _RANK.match(text)) is not None:
-        rank, said = int(found["rank"]), f"rank{int(found['rank'])}"
-        text = text[found.end() :]
+    while (found := _RANK.match(text)) is not None:
+        # Of two, the inner one is the job's: a launcher may count on each host from 0.
+        rank = int(found["rank"] or found["mpi"])
+        said, text = f"rank{rank}", text[found.end() :]
     return LogLine(file, number, text, actor, pid, ip, rank, times, said=said)
 
 
