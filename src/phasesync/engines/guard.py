@@ -16,10 +16,11 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 from phasesync.core import wire
 from phasesync.core.model import Rank, Ticket
 from phasesync.engines.base import GRAPHS, GROUND, KV_CACHE, WEIGHTS, Floor, Verdicts
+from phasesync.engines.calls import Http
 from phasesync.engines.tickets import TICKET_HEADER, TicketRules, Warden, parse_ticket
-from phasesync.errors import EngineRefused
+from phasesync.errors import EngineError, EngineRefused
 
-__all__ = ("FLOOR_PATH", "GUARDED", "Guard", "GuardMiddleware", "guard")
+__all__ = ("FLOOR_PATH", "GUARDED", "Guard", "GuardMiddleware", "guard", "raise_floor_at")
 
 T = TypeVar("T")
 
@@ -392,6 +393,17 @@ def _json(body: bytes) -> dict[str, Any]:
     except wire.JsonError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+async def raise_floor_at(http: Http, floor: Floor) -> None:
+    """Tell the guard of a server; one without its middleware has no such route, and no floor.
+
+    Raises:
+        EngineError: the guard is there and did not raise its floor.
+    """
+    reply = await http.call("POST", FLOOR_PATH, body=floor._asdict())
+    if not reply.ok and reply.status not in (404, 405):
+        raise EngineError(f"the guard's floor was not raised: {reply.why}")
 
 
 def _refused(message: str) -> dict[str, Any]:

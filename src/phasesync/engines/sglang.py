@@ -23,9 +23,9 @@ from phasesync.engines.base import (
 )
 from phasesync.engines.calls import Http, Reply
 from phasesync.engines.gate import Late
-from phasesync.engines.guard import FLOOR_PATH
+from phasesync.engines.guard import raise_floor_at
 from phasesync.engines.port import LedgerPort
-from phasesync.engines.tickets import TICKET_HEADER, TicketRules, ticket_text
+from phasesync.engines.tickets import TicketRules, ticket_headers
 from phasesync.errors import EngineError
 
 __all__ = ("SglangDriver", "SglangEngine", "Source")
@@ -152,10 +152,7 @@ class SglangDriver:
             await asyncio.sleep(_FLUSH_EVERY_S)
 
     async def raise_floor(self, floor: Floor) -> None:
-        # A server without the guard's middleware has no such route, and no floor.
-        reply = await self._http.call("POST", FLOOR_PATH, body=floor._asdict())
-        if not reply.ok and reply.status not in (404, 405):
-            raise EngineError(f"the guard's floor was not raised: {reply.why}")
+        await raise_floor_at(self._http, floor)
 
     async def close(self) -> None:
         self._http.close()
@@ -174,7 +171,7 @@ class SglangDriver:
     async def _ask(
         self, method: str, path: str, body: object = None, ticket: Ticket | None = None
     ) -> Mapping[str, Any]:
-        headers = {} if ticket is None else {TICKET_HEADER: ticket_text(ticket)}
+        headers = ticket_headers(ticket)
         reply = await self._http.call(method, path, body=body, headers=headers)
         if not reply.ok or _denied(reply):
             raise EngineError(f"{method} {path}: {reply.why}")

@@ -32,6 +32,7 @@ __all__ = (
     "VerdictTable",
     "Warden",
     "parse_ticket",
+    "ticket_headers",
     "ticket_text",
 )
 
@@ -48,6 +49,11 @@ COLOCATED: Mapping[str, tuple[str, ...]] = {
 def ticket_text(ticket: Ticket) -> str:
     """`ticket` as one line of JSON, as an HTTP header carries it."""
     return wire.canonical(asdict(ticket) | {"key": list(ticket.key)}).decode("ascii")
+
+
+def ticket_headers(ticket: Ticket | None) -> dict[str, str]:
+    """How a ticket travels with an HTTP call; nothing where there is none."""
+    return {} if ticket is None else {TICKET_HEADER: ticket_text(ticket)}
 
 
 def parse_ticket(text: str | bytes) -> Ticket:

@@ -15,9 +15,9 @@ from phasesync.core.model import Ticket, Version
 from phasesync.engines.base import KV_CACHE, WEIGHTS, Evidence, Floor, InFlight, Tag
 from phasesync.engines.calls import Http
 from phasesync.engines.gate import Late
-from phasesync.engines.guard import FLOOR_PATH
+from phasesync.engines.guard import raise_floor_at
 from phasesync.engines.port import LedgerPort
-from phasesync.engines.tickets import TICKET_HEADER, TicketRules, ticket_text
+from phasesync.engines.tickets import TicketRules, ticket_headers
 from phasesync.errors import EngineError, EngineRefused
 
 __all__ = ("WEIGHT_TAGS", "TrtllmDriver", "TrtllmEngine")
@@ -118,16 +118,13 @@ class TrtllmDriver:
         )
 
     async def raise_floor(self, floor: Floor) -> None:
-        # A server without the guard's middleware has no such route, and no floor.
-        reply = await self._http.call("POST", FLOOR_PATH, body=floor._asdict())
-        if not reply.ok and reply.status not in (404, 405):
-            raise EngineError(f"the guard's floor was not raised: {reply.why}")
+        await raise_floor_at(self._http, floor)
 
     async def close(self) -> None:
         self._http.close()
 
     async def _tell(self, path: str, body: Mapping[str, Any], ticket: Ticket | None = None) -> None:
-        headers = {} if ticket is None else {TICKET_HEADER: ticket_text(ticket)}
+        headers = ticket_headers(ticket)
         reply = await self._http.call("POST", path, body=body, headers=headers)
         said = reply.body.get("status") if isinstance(reply.body, dict) else None
         if not reply.ok or said != "success":

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from phasesync.core.model import Ticket, Version
 from phasesync.engines.base import KV_CACHE, WEIGHTS, Evidence, Floor, InFlight, Tag
 from phasesync.engines.gate import Late
-from phasesync.engines.guard import FLOOR_PATH
+from phasesync.engines.guard import raise_floor_at
 from phasesync.engines.port import LedgerPort
 from phasesync.engines.tickets import TicketRules
 from phasesync.engines.vllm_ways import ActorWay, AsyncWay, LocalWay, ServerWay, Way, way_to
@@ -282,10 +282,7 @@ class VllmDriver:
     async def raise_floor(self, floor: Floor) -> None:
         match self._way:
             case ServerWay(http=http):
-                # A server without the guard's middleware has no such route, and no floor.
-                reply = await http.call("POST", FLOOR_PATH, body=floor._asdict())
-                if not reply.ok and reply.status not in (404, 405):
-                    raise EngineError(f"the guard's floor was not raised: {reply.why}")
+                await raise_floor_at(http, floor)
             case ActorWay(guard=None):
                 pass
             case ActorWay():

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from phasesync.engines.calls import CallThread, Http, Reply
-from phasesync.engines.tickets import TICKET_HEADER, ticket_text
+from phasesync.engines.tickets import ticket_headers
 from phasesync.errors import EngineError, EngineLost
 
 __all__ = ("ActorWay", "AsyncWay", "LocalWay", "ServerWay", "Way", "way_to")
@@ -204,7 +204,7 @@ class ServerWay:
     async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         method, path = _ROUTES[name]
         ticket = kwargs.pop("ticket", None)
-        headers = {} if ticket is None else {TICKET_HEADER: ticket_text(ticket)}
+        headers = ticket_headers(ticket)
         body = kwargs if name in _IN_BODY and method == "POST" else None
         query = [] if body is not None else _pairs(kwargs)
         reply = await self.http.call(method, path, query=query, body=body, headers=headers)
