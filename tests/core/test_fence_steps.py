@@ -15,6 +15,7 @@ from phasesync.core.fence_keys import (
     Add,
     Append,
     CompareSet,
+    Count,
     Delete,
     Get,
     Put,
@@ -64,6 +65,11 @@ class DictStore:
         self.values[operation.key] = str(count).encode()
         return count
 
+    def count(self, operation: Count) -> None:
+        self.values[operation.key] = str(
+            int(self.values.get(operation.key, b"0")) + operation.amount
+        ).encode()
+
     def put(self, operation: Put) -> None:
         self.values[operation.key] = operation.value
 
@@ -88,6 +94,7 @@ class DictStore:
     PERFORM: ClassVar[dict[type, Callable[..., Any]]] = {
         Append: append,
         Add: add,
+        Count: count,
         Put: put,
         Get: get,
         Wait: wait,

@@ -23,6 +23,7 @@ from phasesync.core.fence_keys import (
     Add,
     Append,
     CompareSet,
+    Count,
     Delete,
     Get,
     Operation,
@@ -195,6 +196,10 @@ def _add(values: dict[str, bytes], op: Add) -> int:
     return count
 
 
+def _count(values: dict[str, bytes], op: Count) -> None:
+    values[op.key] = str(int(values.get(op.key, b"0")) + op.amount).encode()
+
+
 def _put(values: dict[str, bytes], op: Put) -> None:
     values[op.key] = op.value
 
@@ -210,6 +215,7 @@ def _delete(values: dict[str, bytes], op: Delete) -> None:
 _PERFORM: dict[type, Callable[[dict[str, bytes], Any], Any]] = {
     Append: _append,
     Add: _add,
+    Count: _count,
     Put: _put,
     Get: lambda values, op: values.get(op.key, b""),
     Wait: lambda values, op: values[op.key],
@@ -230,7 +236,7 @@ STORE = Medium(
     start=(),
     perform=_stored,
     blocked=lambda values, op: isinstance(op, Wait) and op.key not in dict(values),
-    twice=(Append, Add),
+    twice=(Append, Add, Count),
 )
 
 

@@ -29,6 +29,7 @@ __all__ = (
     "Add",
     "Append",
     "CompareSet",
+    "Count",
     "Delete",
     "Get",
     "Gone",
@@ -65,6 +66,13 @@ class Add(NamedTuple):
     ahead: str = ""
 
 
+class Count(NamedTuple):
+    """Add to a counter, whatever it is then. One way: nobody waits for the new value."""
+
+    key: str
+    amount: int
+
+
 class Put(NamedTuple):
     """Write `key`. One way."""
 
@@ -91,10 +99,12 @@ class Wait(NamedTuple):
 
 
 class CompareSet(NamedTuple):
-    """Write `key` if it is empty; the reply is what it then holds."""
+    """Write `key` if it is empty; the reply is what it then holds. The key `ahead` may be read
+    next, as with `Add`, whether it is there or not."""
 
     key: str
     value: bytes
+    ahead: str = ""
 
 
 class Delete(NamedTuple):
@@ -109,7 +119,7 @@ class Tell(NamedTuple):
     result: Any
 
 
-Operation: TypeAlias = Append | Add | Put | Get | Read | Wait | CompareSet | Delete | Tell
+Operation: TypeAlias = Append | Add | Count | Put | Get | Read | Wait | CompareSet | Delete | Tell
 Steps: TypeAlias = Generator[Operation, Any, Any]
 
 
@@ -325,14 +335,15 @@ class Left(NamedTuple):
 
 
 class Process(NamedTuple):
-    """A line of `pids`: which process a rank is, when that started, and where one may hold a
-    connection to it from another host."""
+    """A line of `pids`: which process a rank is, when that started, where one may hold a
+    connection to it from another host, and where those of its own host hand their arrivals over."""
 
     rank: Rank
     incarnation: int
     pid: int
     started: int
     address: str = ""
+    door: str = ""
 
     def line(self) -> bytes:
         return wire.encode([*self.rank, *self[1:]]) + b"\n"

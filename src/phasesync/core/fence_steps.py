@@ -8,9 +8,14 @@ of it, so that the checker can crash between any two. Three things must survive 
   that made it close, so a log of exactly `count` lines holds exactly the arrivals 1..count.
 - A verdict is deleted before its counter. The other way round a sleeper that wakes up late
   would find the count start again at 1 beside an old verdict, and pass.
+
+Ranks of one host may have one of them bring their arrivals (`bringing`). Where all of a fence are
+in its hands it need not read them again: it decides in one round trip, and looks in the same one
+whether the fence is long over. Each of them may come by itself all the same, at any time: a
+second arrival with the nonce of the first is the first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phasesync.core import wire
@@ -20,14 +25,13 @@ from phasesync.core.fence import (
     decode_arrivals,
     encode_arrival,
     judge,
-    judged_list,
     missing_of,
-    ticket_hash,
 )
 from phasesync.core.fence_keys import (
     Add,
     Append,
     CompareSet,
+    Count,
     Delete,
     Get,
     Gone,
@@ -49,10 +53,12 @@ __all__ = (
     "COLLECTED_MAX",
     "UNJUDGED",
     "VERDICTS_KEPT",
+    "Brought",
     "Counted",
     "Passed",
     "admitting",
     "arriving",
+    "bringing",
     "connecting",
     "expiring",
     "failing",
@@ -68,6 +74,8 @@ VERDICTS_KEPT = 8
 COLLECTED_MAX = 64
 # Among so few, everybody gets the log with the count: a round trip less for the last to arrive.
 READ_AHEAD_MAX = 4
+# So many arrivals of others may come before those that one rank brought, and they are still found.
+FOREIGN_LINES_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,16 @@ class Passed:
 
     verdict: Verdict
     answer: Opened | Broken | None
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What came of arrivals that one rank brought for several: the order of the last of them, the
+    verdict if there is one, and `ruling` if it was made of them, so that all of them pass."""
+
+    order: int | None
+    verdict: Verdict | None = None
+    ruling: Opened | None = None
 
 
 #: The fence was decided without this arrival and tidied up, so long ago it was.
@@ -131,8 +149,9 @@ def arriving(
         verdict = yield from _breaking(at, call, arrival)
         return (yield from admitting(space, call, arrival, order, verdict))
     if order >= len(call.members):
-        passed = yield from _closing(space, at, call, arrival, order)
-        if passed is not None:
+        closed = yield from _closing(space, at, call, me, order)
+        if closed is not None:
+            passed = yield from _closed(space, call, arrival, order, *closed)
             yield Tell(passed)
             if isinstance(passed.answer, Opened):
                 yield from _collecting(space, call, opened_before)
@@ -148,15 +167,104 @@ def arriving(
     return (yield from admitting(space, call, arrival, order, verdict))
 
 
-def expiring(space: Space, call: FenceCall, me: str, seen: Mapping[Rank, str]) -> Steps:
+def bringing(
+    space: Space,
+    call: FenceCall,
+    batch: Sequence[Arrival],
+    me: str,
+    *,
+    lines: bytes,
+    whole: Sequence[Arrival] = (),
+    whole_bytes: int = 0,
+    register: bool,
+    opened_before: int | None,
+) -> Steps:
+    """Arrive for several ranks of one host, without waiting; `lines` are their frames.
+
+    `whole` are all that this rank has brought to the fence, this batch and those before it, if
+    they may be all members; `whole_bytes` long are their frames. Returns `Brought`.
+    """
+    at = space.at(call.key.scope, call.key.generation)
+    if register:
+        verdict = yield from _registering(space, call, me)
+        if verdict is not None:
+            return Brought(None, verdict)
+    ruling = judge(call, whole) if len(whole) >= len(call.members) else None
+    yield Append(at.log, lines)
+    if isinstance(ruling, Opened):
+        yield Count(at.counter, len(batch))
+        return (yield from _deciding(space, call, ruling, me, whole_bytes, opened_before))
+    is_small = len(call.members) <= READ_AHEAD_MAX * len(batch)
+    order = yield Add(at.counter, len(batch), at.log if is_small else "")
+    if order >= len(call.members):
+        closed = yield from _closing(space, at, call, me, order)
+        if closed is not None:
+            brought = Brought(order, *closed)
+            yield Tell(brought)
+            if brought.ruling is not None:
+                yield from _collecting(space, call, opened_before)
+            return brought
+    is_first = order == len(batch) and opened_before != call.key.generation - 1
+    if (is_first or order >= len(call.members)) and (yield from _is_tidied_up(space, call)):
+        return Brought(None, UNJUDGED.verdict)
+    return Brought(order)
+
+
+def _deciding(
+    space: Space,
+    call: FenceCall,
+    ruling: Opened,
+    me: str,
+    log_bytes: int,
+    opened_before: int | None,
+) -> Steps:
+    """Write the verdict on arrivals that are all in this rank's hands.
+
+    Who comes from a long sleep would find the verdict's key empty again: whether the fence is long
+    over is looked at in the same round trip, and nobody is told before that is known. The head
+    goes on after the verdict here, so that a sleeper does not set it back.
+    """
+    at = space.at(call.key.scope, call.key.generation)
+    head = space.head(call.key.scope)
+    own = _verdict(ruling, me, plain=False, log_bytes=log_bytes)
+    text = own.encode()
+    winner = yield CompareSet(at.verdict, text, ahead=head)
+    last = yield Get(head)
+    if winner != text:
+        return Brought(ruling.ticket.count, Verdict.decode(winner))
+    if int(last) > call.key.generation if last else (yield Read(space.boot)) is None:
+        yield Delete(at.verdict)
+        yield Delete(at.log)
+        yield Delete(at.counter)
+        yield Read(space.boot)  # The reply proves that they are gone.
+        return Brought(None, UNJUDGED.verdict)
+    brought = Brought(ruling.ticket.count, own, ruling)
+    yield Tell(brought)
+    yield Put(head, str(call.key.generation).encode())
+    yield from _collecting(space, call, opened_before)
+    return brought
+
+
+def expiring(
+    space: Space,
+    call: FenceCall,
+    me: str,
+    seen: Mapping[Rank, str],
+    *,
+    own: Arrival | None = None,
+) -> Steps:
     """The deadline has passed for a rank that waits: decide with whoever has arrived.
 
-    `seen` is what this rank knows of others, for the report on who is missing.
+    `seen` is what this rank knows of others, for the report on who is missing. `own` is its
+    arrival, if somebody else was to bring it.
 
     Returns the verdict, or None if it was tidied up: the rank comes from a long sleep, or all are
     through and have left, with another incarnation in its place.
     """
     at = space.at(call.key.scope, call.key.generation)
+    if own is not None:
+        yield Append(at.log, encode_arrival(own))
+        yield Count(at.counter, 1)
     count = yield Add(at.counter, 0)
     text = yield Read(at.verdict)
     if text is not None:
@@ -168,8 +276,8 @@ def expiring(space: Space, call: FenceCall, me: str, seen: Mapping[Rank, str]) -
     assert not isinstance(ruling, Waiting), "at the deadline there is no more waiting"
     if isinstance(ruling, Opened):
         yield Put(space.head(call.key.scope), str(call.key.generation).encode())
-    own = _verdict(ruling, me, log=log, count=count)
-    return Verdict.decode((yield CompareSet(at.verdict, own.encode())))
+    decided = _verdict(ruling, me, plain=_is_plain(log, count, ruling), log_bytes=len(log))
+    return Verdict.decode((yield CompareSet(at.verdict, decided.encode())))
 
 
 def failing(space: Space, call: FenceCall, arrival: Arrival) -> Steps:
@@ -207,8 +315,10 @@ def plainly(
 ) -> Opened | Broken | None:
     """What the verdict means for this arrival, where that can be said without a look at the log."""
     answer = verdict.read_by(call, writer(arrival.rank, arrival.incarnation))
+    if answer.decided:
+        return None  # Who decided is to show what was judged.
     if isinstance(answer, Broken):
-        return None if answer.decided else answer
+        return answer
     if verdict.plain and not verdict.payload and order is not None and order <= verdict.count:
         return replace(answer, order=order)
     return None
@@ -225,13 +335,20 @@ def admitting(
     log = (yield Read(space.at(call.key.scope, call.key.generation).log)) or b""
     if isinstance(answer, Broken):
         return Passed(verdict, replace(answer, arrivals=tuple(decode_arrivals(log))))
-    judged = _judged(call, log[: verdict.log_bytes])
-    # The hash tells the log that was judged from one that a sleeper began anew.
-    if ticket_hash(judged_list(judged)) != verdict.hash:
-        return Passed(verdict, None)
+    judged = _judged(call, log, verdict)
     if not any(_same(a, arrival) for a in judged):
         return Passed(verdict, None)
+    if not verdict.plain and (yield from _is_long_over(space, call)):
+        return Passed(verdict, None)  # It is a sleeper's, which takes it back.
     return Passed(verdict, replace(answer, arrivals=judged, order=order))
+
+
+def _is_long_over(space: Space, call: FenceCall) -> Steps:
+    """Whether this fence is so long over that its verdict was tidied up."""
+    head = yield Read(space.head(call.key.scope))
+    if head:
+        return int(head) > call.key.generation + VERDICTS_KEPT
+    return (yield Read(space.boot)) is None
 
 
 def _is_tidied_up(space: Space, call: FenceCall) -> Steps:
@@ -278,8 +395,11 @@ def _breaking(at: Keys, call: FenceCall, arrival: Arrival) -> Steps:
     return Verdict.decode((yield CompareSet(at.verdict, own.encode())))
 
 
-def _closing(space: Space, at: Keys, call: FenceCall, arrival: Arrival, order: int) -> Steps:
-    """Judge what has arrived; None if the count was full and the log is not."""
+def _closing(space: Space, at: Keys, call: FenceCall, me: str, order: int) -> Steps:
+    """Judge what has arrived; the verdict, and the ruling if it is that one.
+
+    None if the count was full and the log is not.
+    """
     log = yield Get(at.log)
     ruling = judge(call, decode_arrivals(log))
     if isinstance(ruling, Waiting):
@@ -287,12 +407,24 @@ def _closing(space: Space, at: Keys, call: FenceCall, arrival: Arrival, order: i
     if isinstance(ruling, Opened):
         # Before the verdict: whoever reports a loss starts to look from the head.
         yield Put(space.head(call.key.scope), str(call.key.generation).encode())
-    own = _verdict(ruling, writer(arrival.rank, arrival.incarnation), log=log, count=order)
+    own = _verdict(ruling, me, plain=_is_plain(log, order, ruling), log_bytes=len(log))
     text = own.encode()
     winner = yield CompareSet(at.verdict, text)
     if winner == text and isinstance(ruling, Opened):
-        return Passed(own, replace(ruling, order=order, decided=True))
-    verdict = Verdict.decode(winner)
+        return own, ruling
+    return Verdict.decode(winner), None
+
+
+def _closed(
+    space: Space,
+    call: FenceCall,
+    arrival: Arrival,
+    order: int,
+    verdict: Verdict,
+    ruling: Opened | None,
+) -> Steps:
+    if ruling is not None:
+        return Passed(verdict, replace(ruling, order=order, decided=True))
     return (yield from admitting(space, call, arrival, order, verdict))
 
 
@@ -308,7 +440,12 @@ def _collecting(space: Space, call: FenceCall, opened_before: int | None) -> Ste
         yield Delete(keys.counter)
 
 
-def _verdict(ruling: FenceVerdict, me: str, *, log: bytes, count: int) -> Verdict:
+def _is_plain(log: bytes, count: int, ruling: FenceVerdict) -> bool:
+    """Whether exactly the arrivals 1..count were judged."""
+    return isinstance(ruling, Opened) and log.count(b"\n") == count == ruling.ticket.count
+
+
+def _verdict(ruling: FenceVerdict, me: str, *, plain: bool, log_bytes: int) -> Verdict:
     match ruling:
         case Broken():
             return Verdict.of_broken(ruling, by=me)
@@ -317,16 +454,27 @@ def _verdict(ruling: FenceVerdict, me: str, *, log: bytes, count: int) -> Verdic
                 by=me,
                 count=ticket.count,
                 hash=ticket.hash,
-                plain=log.count(b"\n") == count == ticket.count,
-                log_bytes=len(log),
+                plain=plain,
+                log_bytes=log_bytes,
                 payload=any(a.payload for a in arrivals),
             )
 
 
-def _judged(call: FenceCall, log: bytes) -> tuple[Arrival, ...]:
-    """The arrivals that a verdict to open was made of."""
-    ruling = judge(call, decode_arrivals(log))
-    return ruling.arrivals if isinstance(ruling, Opened) else ()
+def _judged(call: FenceCall, log: bytes, verdict: Verdict) -> tuple[Arrival, ...]:
+    """The arrivals that a verdict to open was made of; none if they are not in the log.
+
+    What was judged is the log's beginning, unless one rank brought them all: then somebody else
+    may have come before. The hash tells what was judged from what a sleeper began anew.
+    """
+    start = 0
+    for _ in range(FOREIGN_LINES_MAX + 1):
+        ruling = judge(call, decode_arrivals(log[start : start + verdict.log_bytes]))
+        if isinstance(ruling, Opened) and ruling.ticket.hash == verdict.hash:
+            return ruling.arrivals
+        start = log.find(b"\n", start) + 1
+        if verdict.plain or not 0 < start < len(log):
+            break
+    return ()
 
 
 def _same(one: Arrival, other: Arrival) -> bool:

@@ -10,7 +10,6 @@ import asyncio
 import socket
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
-from enum import IntEnum
 from struct import Struct
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +17,7 @@ from phasesync.core.fence_keys import (
     Add,
     Append,
     CompareSet,
+    Count,
     Delete,
     Get,
     Put,
@@ -40,28 +40,13 @@ _MAGIC = Struct("=BI").pack(0, 0x3C85F7CE)
 _NOT_THERE = b"(not there)"
 
 
-class _Ask(IntEnum):
-    """The store's requests, by their first byte."""
-
-    SET = 1
-    COMPARE_SET = 2
-    GET = 3
-    ADD = 4
-    CHECK = 5
-    WAIT = 6
-    DELETE = 8
-    APPEND = 9
-
-
-class _Reply(IntEnum):
-    """What a request is answered with."""
-
-    NONE = 0
-    FLAG = 1
-    NUMBER = 2
-    VALUE = 3
-    BOTH = 4  # A number, then a value.
-    DROPPED = 5  # A number that nobody waits for.
+# The store's requests, by their first byte.
+_SET, _COMPARE_SET, _GET, _ADD, _CHECK, _WAIT, _DELETE, _APPEND = (
+    bytes((number,)) for number in (1, 2, 3, 4, 5, 6, 8, 9)
+)
+# What they are answered with: the parts of the reply, in their order. A number may come that
+# nobody waits for.
+_NOTHING, _FLAG, _COUNT, _VALUE, _DROPPED = "", "f", "n", "v", "d"
 
 
 class Way(NamedTuple):
@@ -72,7 +57,7 @@ class Way(NamedTuple):
     prefix: str
 
 
-_Request: TypeAlias = tuple[bytes, _Reply]
+_Request: TypeAlias = tuple[bytes, str]
 _Talk: TypeAlias = Generator[_Request, Any, Any]
 
 
@@ -80,70 +65,73 @@ def _text(value: bytes) -> bytes:
     return _LENGTH.pack(len(value)) + value
 
 
-def _ask(what: _Ask, key: bytes, *values: bytes) -> bytes:
-    return bytes((what,)) + key + b"".join(map(_text, values))
-
-
 _ONE = _LENGTH.pack(1)  # `check` and `wait` take a list of keys.
+_EMPTY = _text(b"")
 
 
-def _append(operation: Append, key: bytes) -> _Talk:
-    yield _ask(_Ask.APPEND, key, operation.value), _Reply.NONE
+def _append(operation: Append, key: bytes) -> _Request:
+    return _APPEND + key + _text(operation.value), _NOTHING
 
 
-def _put(operation: Put, key: bytes) -> _Talk:
-    yield _ask(_Ask.SET, key, operation.value), _Reply.NONE
+def _put(operation: Put, key: bytes) -> _Request:
+    return _SET + key + _text(operation.value), _NOTHING
 
 
-def _add(operation: Add, key: bytes) -> _Talk:
-    count = yield _ask(_Ask.ADD, key) + _NUMBER.pack(operation.amount), _Reply.NUMBER
-    return count
+def _add(operation: Add, key: bytes) -> _Request:
+    return _ADD + key + _NUMBER.pack(operation.amount), _COUNT
 
 
-def _add_and_get(operation: Add, key: bytes, ahead: bytes) -> _Talk:
-    requests = _ask(_Ask.ADD, key) + _NUMBER.pack(operation.amount) + _ask(_Ask.GET, ahead)
-    return (yield requests, _Reply.BOTH)
+def _count(operation: Count, key: bytes) -> _Request:
+    return _ADD + key + _NUMBER.pack(operation.amount), _DROPPED
 
 
-def _get(_: Get, key: bytes) -> _Talk:
-    value = yield _ask(_Ask.GET, key), _Reply.VALUE
-    return value
+def _get(_: Get, key: bytes) -> _Request:
+    return _GET + key, _VALUE
+
+
+def _compare_set(operation: CompareSet, key: bytes) -> _Request:
+    return _COMPARE_SET + key + _EMPTY + _text(operation.value), _VALUE
+
+
+def _delete(_: Delete, key: bytes) -> _Request:
+    return _DELETE + key, _DROPPED
+
+
+def _look(key: bytes) -> _Request:
+    """What a key holds, whether it is there or not: a missing one answers with what is expected."""
+    return _COMPARE_SET + key + _text(_NOT_THERE) + _text(_NOT_THERE), _VALUE
 
 
 def _read(_: Read, key: bytes) -> _Talk:
     """It may be removed between the two; and the second alone would wake who waits for it."""
-    if (yield bytes((_Ask.CHECK,)) + _ONE + key, _Reply.FLAG):
+    if (yield _CHECK + _ONE + key, _FLAG):
         return None
-    value = yield _ask(_Ask.COMPARE_SET, key, _NOT_THERE, _NOT_THERE), _Reply.VALUE
+    value = yield _look(key)
     return None if value == _NOT_THERE else value
 
 
 def _wait(_: Wait, key: bytes) -> _Talk:
     while True:
-        yield bytes((_Ask.WAIT,)) + _ONE + key, _Reply.FLAG
-        value = yield _ask(_Ask.GET, key), _Reply.VALUE
+        yield _WAIT + _ONE + key, _FLAG
+        value = yield _get(Get(""), key)
         if value:  # Else it was woken for nothing.
             return value
 
 
-def _compare_set(operation: CompareSet, key: bytes) -> _Talk:
-    value = yield _ask(_Ask.COMPARE_SET, key, b"", operation.value), _Reply.VALUE
-    return value
-
-
-def _delete(_: Delete, key: bytes) -> _Talk:
-    yield _ask(_Ask.DELETE, key), _Reply.DROPPED
-
-
-_TALKS: Mapping[type, Callable[[Any, bytes], _Talk]] = {
+_REQUESTS: Mapping[type, Callable[[Any, bytes], _Request]] = {
     Append: _append,
     Add: _add,
+    Count: _count,
     Put: _put,
     Get: _get,
-    Read: _read,
-    Wait: _wait,
     CompareSet: _compare_set,
     Delete: _delete,
+}
+_TALKS: Mapping[type, Callable[[Any, bytes], _Talk]] = {Read: _read, Wait: _wait}
+# What may be read together with a request, by what was asked for.
+_AHEAD: Mapping[type, Callable[[bytes], _Request]] = {
+    Add: lambda key: _get(Get(""), key),
+    CompareSet: _look,
 }
 
 
@@ -157,12 +145,17 @@ def rehearsal(key: str, nonce: bytes) -> Steps:
         return False
     if (yield Add(count, 1, key)) != 3 or (yield Get(key)) != nonce:
         return False
+    yield Count(count, 2)
+    if (yield Add(count, 0)) != 5:
+        return False
     yield Delete(count)
     if (yield Read(count)) is not None:
         return False
     yield Put(other, nonce)
     yield Append(other, nonce)
-    return (yield CompareSet(other, b"x")) == nonce + nonce
+    if (yield CompareSet(other, b"x", ahead=key)) != nonce + nonce or (yield Get(key)) != nonce:
+        return False
+    return (yield CompareSet(other, b"x", ahead=count)) == nonce + nonce and not (yield Get(count))
 
 
 class DirectLine(asyncio.Protocol):
@@ -177,7 +170,7 @@ class DirectLine(asyncio.Protocol):
         self._prefix = way.prefix.encode()
         self._job: Job | None = None
         self._talk: _Talk | None = None
-        self._reply = _Reply.NONE
+        self._reply = _NOTHING
         self._unsent = bytearray(_MAGIC)
         self._unread = bytearray()
         self._dropped = 0  # Replies that nobody waits for, before the one that is waited for.
@@ -254,40 +247,36 @@ class DirectLine(asyncio.Protocol):
             reply = self._take()
             if reply is None:
                 return
+            if len(reply) > 1:
+                self._ahead = (self._ahead_key, reply[1])
             self._go(reply[0])
 
-    def _take(self) -> tuple[Any] | None:
-        """The reply that is waited for, once it has come in full."""
-        unread = self._unread
-        if self._dropped:
-            if len(unread) < self._dropped * _NUMBER.size:
-                return None
-            del unread[: self._dropped * _NUMBER.size]
-            self._dropped = 0
+    def _take(self) -> list[Any] | None:
+        """The reply that is waited for, part by part, once it has come in full."""
+        unread, at = self._unread, self._dropped * _NUMBER.size
         size = len(unread)
-        match self._reply:
-            case _Reply.FLAG if size:
-                value: Any = unread[0]
-                del unread[:1]
-            case _Reply.NUMBER if size >= _NUMBER.size:
-                value = _NUMBER.unpack_from(unread)[0]
-                del unread[: _NUMBER.size]
-            case _Reply.VALUE if size >= _LENGTH.size:
-                end = _LENGTH.size + _LENGTH.unpack_from(unread)[0]
-                if size < end:
+        parts: list[Any] = []
+        for part in self._reply:
+            if part == _FLAG:
+                if size <= at:
                     return None
-                value = bytes(unread[_LENGTH.size : end])
-                del unread[:end]
-            case _Reply.BOTH if size >= _NUMBER.size + _LENGTH.size:
-                end = _NUMBER.size + _LENGTH.size + _LENGTH.unpack_from(unread, _NUMBER.size)[0]
-                if size < end:
-                    return None
-                ahead = bytes(unread[_NUMBER.size + _LENGTH.size : end])
-                value = (_NUMBER.unpack_from(unread)[0], ahead)
-                del unread[:end]
-            case _:
+                parts.append(unread[at])
+                at += 1
+                continue
+            if size < at + _NUMBER.size:
                 return None
-        return (value,)
+            (number,) = _NUMBER.unpack_from(unread, at)
+            at += _NUMBER.size
+            if part == _COUNT:
+                parts.append(number)
+                continue
+            if size < at + number:
+                return None
+            parts.append(bytes(unread[at : at + number]))
+            at += number
+        del unread[:at]
+        self._dropped = 0
+        return parts
 
     def _go(self, reply: Any) -> None:
         """Go on with the job until a reply is needed; what needs none leaves with what does."""
@@ -296,9 +285,9 @@ class DirectLine(asyncio.Protocol):
             while True:
                 request, self._reply = self._next(self._job, reply)
                 self._unsent += request
-                if self._reply is _Reply.DROPPED:
+                if self._reply == _DROPPED:
                     self._dropped += 1
-                elif self._reply is not _Reply.NONE:
+                elif self._reply:
                     self._flush()
                     return
                 reply = None
@@ -317,25 +306,28 @@ class DirectLine(asyncio.Protocol):
                 return self._talk.send(reply)
             except StopIteration as over:
                 self._talk, reply = None, over.value
-            if type(reply) is tuple:
-                reply, self._ahead = reply[0], (self._ahead_key, reply[1])
+        ahead, self._ahead = self._ahead, None
         while True:
-            operation = job.steps.send(reply)
-            if isinstance(operation, Tell):
+            operation: Any = job.steps.send(reply)
+            kind = type(operation)
+            if kind is Tell:
                 settle(job.future, operation.result, None)
                 reply = None
-            elif self._ahead is not None and operation == Get(self._ahead[0]):
-                reply, self._ahead = self._ahead[1], None
+            elif kind is Get and ahead is not None and operation.key == ahead[0]:
+                # What was there is what was looked for, unless the look was answered with itself.
+                reply, ahead = b"" if ahead[1] == _NOT_THERE else ahead[1], None
             else:
                 break
-        self._ahead = None
         key = self._key(operation.key)
-        if isinstance(operation, Add) and operation.ahead:
+        if kind in _TALKS:
+            self._talk = _TALKS[kind](operation, key)
+            return next(self._talk)
+        request, expected = _REQUESTS[kind](operation, key)
+        if kind in _AHEAD and operation.ahead:
             self._ahead_key = operation.ahead
-            self._talk = _add_and_get(operation, key, self._key(operation.ahead))
-        else:
-            self._talk = _TALKS[type(operation)](operation, key)
-        return next(self._talk)
+            more, _ = _AHEAD[kind](self._key(operation.ahead))
+            return request + more, expected + _VALUE
+        return request, expected
 
     def _key(self, key: str) -> bytes:
         return _text(self._prefix + key.encode())

@@ -24,6 +24,7 @@ from phasesync.core.fence_keys import (
     Add,
     Append,
     CompareSet,
+    Count,
     Delete,
     Get,
     Put,
@@ -36,7 +37,7 @@ from phasesync.core.model import FenceKey
 from phasesync.errors import StoreLost
 from phasesync.fences.direct import MARK, DirectLine, Way, rehearsal
 from phasesync.fences.driver import in_thread
-from phasesync.fences.jobs import Job, settle
+from phasesync.fences.jobs import Ear, Job, Waiting, settle
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -89,6 +90,9 @@ class Client:
     def add(self, operation: Add) -> int:
         count: int = self._store.add(operation.key, operation.amount)
         return count
+
+    def count(self, operation: Count) -> None:
+        self._store.add(operation.key, operation.amount)
 
     def put(self, operation: Put) -> None:
         self._store.set(operation.key, operation.value)
@@ -161,6 +165,7 @@ class Client:
 _PERFORM: Mapping[type, Callable[[Client, Any], Any]] = {
     Append: Client.append,
     Add: Client.add,
+    Count: Client.count,
     Put: Client.put,
     Get: Client.get,
     Read: Client.read,
@@ -302,16 +307,23 @@ class Lines:
         because to connect may take seconds, and whoever breaks a fence has none to lose.
         """
         future = asyncio.get_running_loop().create_future()
+        self._give(Job(steps, future), waits=waits)
+        return future
+
+    def hand(self, steps: Steps, hear: Callable[[Any, Exception | None], None]) -> None:
+        """As `submit`, but what comes of it is heard at once."""
+        self._give(Job(steps, Ear(hear)), waits=False)
+
+    def _give(self, job: Job, *, waits: bool) -> None:
         if self.lost is not None:
-            future.set_exception(self.lost)
-            return future
+            job.future.set_exception(self.lost)
+            return
         line = self._idle.pop() if self._idle else self._open()
         if not waits:
             self._at_work.add(line)
-        line.give(Job(steps, future))
+        line.give(job)
         if waits and not self._idle:
             self.submit_spare()
-        return future
 
     async def straighten(self) -> None:
         """Do without threads from now on, if the store can be spoken to directly."""
@@ -325,6 +337,11 @@ class Lines:
                 line.then(self.done)
                 self._all.append(line)
                 self._idle.append(line)
+
+    @property
+    def are_direct(self) -> bool:
+        """Whether the store is spoken to without threads."""
+        return self._way is not None
 
     @property
     def local_host(self) -> str | None:
@@ -345,7 +362,7 @@ class Lines:
     def done(
         self,
         line: "_Line | DirectLine",
-        future: "asyncio.Future[Any]",
+        future: Waiting,
         result: Any,
         error: StoreLost | None,
     ) -> None:

@@ -7,13 +7,14 @@ here: every wait has an outer guard on the event loop, because a frozen store ke
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Mapping
+import weakref
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phasesync.core.fence import Lost, cancelled
-from phasesync.core.fence_beats import HEARTBEAT_S, LATE_SHARE, Beat, Sign, patience, told
+from phasesync.core.fence import Lost, cancelled, encode_arrival
+from phasesync.core.fence_beats import HEARTBEAT_S, Beat, Sign, told
+from phasesync.core.fence_gather import Word, passed_at_once
 from phasesync.core.fence_keys import Process, Space, Verdict, writer
 from phasesync.core.fence_loss import (
     announcing,
@@ -28,7 +29,6 @@ from phasesync.core.fence_loss import (
 )
 from phasesync.core.fence_steps import (
     UNJUDGED,
-    VERDICTS_KEPT,
     Counted,
     Passed,
     admitting,
@@ -39,13 +39,11 @@ from phasesync.core.fence_steps import (
     missing_ranks,
     peeking,
     plainly,
-    watching,
 )
 from phasesync.core.model import (
     Arrival,
     Broken,
     FenceCall,
-    FenceKey,
     FenceVerdict,
     Opened,
     Rank,
@@ -53,10 +51,13 @@ from phasesync.core.model import (
 )
 from phasesync.errors import FenceBroken, PlanError, StaleArrival, StoreLost
 from phasesync.fences.base import Probe
+from phasesync.fences.deadline import Deadline
+from phasesync.fences.host import TOGETHER_FROM, Host
 from phasesync.fences.jobs import settle
 from phasesync.fences.lines import GRACE_S, LINES_AT_START, Lines, has_sockets, nothing
 from phasesync.fences.neighbours import Neighbours, host_id, started_at, state_of
 from phasesync.fences.pulse import Pulse
+from phasesync.fences.slots import Scope, Slot, Slots
 from phasesync.fences.wards import Wards
 
 if TYPE_CHECKING:
@@ -65,9 +66,7 @@ if TYPE_CHECKING:
 __all__ = ("GRACE_S", "StoreFences", "StoreObserver", "default_store")
 
 ASK_AGAIN_S = 1.0  # Breaks that come together ask once what the others do.
-LOOK_AHEAD_S = 2.5  # To tell silent from slow takes two looks, so far apart.
 CONNECT_S = 60.0  # A connection may hang in a name service for many seconds.
-LATE_S = 0.2  # A timer that fires so late tells of the event loop, not of the store.
 
 
 def default_store() -> "Store":
@@ -90,134 +89,6 @@ def default_store() -> "Store":
 # --- One rank's endpoint --------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Slot:
-    """What this endpoint knows of one fence: whether a line waits, and who wants to hear."""
-
-    call: FenceCall
-    watched: bool = False
-    verdict: Verdict | None = None
-    waiters: list["asyncio.Future[Verdict | None]"] = field(default_factory=list)
-
-    def settle(self, verdict: Verdict | None) -> None:
-        self.verdict = verdict
-        waiters, self.waiters = self.waiters, []
-        for waiter in waiters:
-            settle(waiter, verdict, None)
-
-    def fail(self, error: Exception) -> None:
-        waiters, self.waiters = self.waiters, []
-        for waiter in waiters:
-            settle(waiter, None, error)
-
-    async def heard(self) -> Verdict | None:
-        """The verdict; None if it was tidied up before this rank looked."""
-        if self.verdict is not None:
-            return self.verdict
-        waiter: asyncio.Future[Verdict | None] = asyncio.get_running_loop().create_future()
-        self.waiters.append(waiter)
-        return await waiter
-
-
-@dataclass
-class _Scope:
-    """What this endpoint remembers of one scope instance between fences."""
-
-    members: tuple[Rank, ...] = ()
-    registered: bool = False
-    first: int | None = None
-    last: int = -1
-    opened: int | None = None
-    opened_before: int | None = None
-
-
-class _Deadline:
-    """The timers of one arrival: a look at who is missing, the fence's deadline, and the store's
-    last chance. None of them depends on the store's answer to another."""
-
-    def __init__(
-        self, fences: "StoreFences", call: FenceCall, slot: _Slot, job: "asyncio.Future[Any]"
-    ) -> None:
-        self.job = job
-        self._fences = fences
-        self._call = call
-        self._slot = slot
-        self._loop = asyncio.get_running_loop()
-        self._jobs: list[asyncio.Task[None]] = []
-        self._seen: dict[Rank, tuple[Beat | None, float]] = {}
-        self._look_timer: asyncio.TimerHandle | None = None
-        if fences.beats:
-            ahead = min(LATE_SHARE * call.deadline_s, call.deadline_s - LOOK_AHEAD_S)
-            look_s = max(ahead, (1 - LATE_SHARE) * call.deadline_s)
-            self._look_timer = self._loop.call_later(look_s, self._do, self._look)
-        self._until = self._loop.time() + call.deadline_s
-        self._timer = self._loop.call_at(self._until, self._expire)
-
-    def end(self) -> None:
-        self._timer.cancel()
-        if self._look_timer is not None:
-            self._look_timer.cancel()
-        for job in self._jobs:
-            job.cancel()
-
-    def _do(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._jobs.append(self._loop.create_task(work(), name=f"late at {self._call.fence}"))
-
-    async def _look(self) -> None:
-        """Ask the ranks that are missing what they do, and see who beats."""
-        with suppress(StoreLost):
-            await self._fences.ask(self._call, "deadline")
-            await self._signs()
-
-    async def _signs(self) -> tuple[tuple[Rank, ...], dict[Rank, Sign]]:
-        """Who is missing, and how long ago each was heard of, as far as one has watched."""
-        missing, beats = await self._fences.look(self._call)
-        now = self._loop.time()
-        signs: dict[Rank, Sign] = {}
-        for rank, beat in beats.items():
-            before, since = self._seen.setdefault(rank, (beat, now))
-            if beat != before:
-                self._seen[rank], since = (beat, now), now
-            is_known = beat is not None and since < now
-            signs[rank] = Sign(beat, now - since if is_known else None)
-        return missing, signs
-
-    def _expire(self) -> None:
-        self._last_chance()
-        self._do(self._decide)
-
-    async def _decide(self) -> None:
-        """Break the fence, unless all who are missing make progress."""
-        with suppress(StoreLost):
-            signs: dict[Rank, Sign] = {}
-            if self._fences.beats:
-                missing, signs = await self._signs()
-                left_s = patience(self._call.deadline_s, missing, signs)
-                if left_s > 0:
-                    self._timer.cancel()
-                    self._until = self._loop.time() + left_s
-                    self._timer = self._loop.call_at(self._until, self._expire)
-                    return
-            # The line that waits hears the verdict itself, unless it was tidied up long ago.
-            verdict = await self._fences.expire(self._call, signs)
-            self._slot.settle(verdict)
-            if verdict is None:
-                settle(self.job, UNJUDGED, None)
-
-    def _last_chance(self) -> None:
-        self._until = self._loop.time() + GRACE_S
-        self._timer = self._loop.call_at(self._until, self._give_up)
-
-    def _give_up(self) -> None:
-        if self._loop.time() > self._until + LATE_S:
-            # The loop itself stood still: what the store said meanwhile is not read yet.
-            self._last_chance()
-            return
-        error = self._fences.give_up(self._call)
-        settle(self.job, None, error)
-        self._slot.fail(error)
-
-
 class StoreFences:
     """A rank's fences over a store (see `fences.base.FenceTransport`).
 
@@ -225,7 +96,9 @@ class StoreFences:
     another run that has the same name on the same store. With `watch_neighbours` the death of a
     rank breaks its fences at once: the kernel tells of processes of this `host`, connections of
     those of the hosts next to it.
-    Where the runtime is at work each rank beats every `heartbeat_s`, over a TCPStore.
+    Where the runtime is at work each rank beats every `heartbeat_s`, over a TCPStore. Of so many
+    members on one host as `together_from`, or more, one brings the arrivals of all to a TCPStore;
+    0 lets each come by itself.
     """
 
     def __init__(
@@ -240,6 +113,7 @@ class StoreFences:
         watch_neighbours: bool = True,
         host: str | None = None,
         heartbeat_s: float = HEARTBEAT_S,
+        together_from: int = TOGETHER_FROM,
     ) -> None:
         self.rank = rank
         self.boot: str | None = None
@@ -254,9 +128,11 @@ class StoreFences:
         self._pulse: Pulse | None = None
         self._asked_at = -ASK_AGAIN_S
         self._lines = Lines(store, f"phasesync.{run}.{rank}")
-        self._slots: dict[FenceKey, _Slot] = {}
-        self._scopes: dict[str, _Scope] = {}
+        self._slots = Slots(self._lines, self._space, self._me)
         self._host = (host or host_id()) if watch_neighbours else ""
+        self._mates = Host(
+            self._slots, rank=rank, incarnation=incarnation, run=self._run, least=together_from
+        )
         self._wards = Wards(self._space.root, self._lost_abroad)
         self._neighbours = Neighbours(self._gone)
         self._pids: dict[Rank, int] = {}
@@ -280,11 +156,13 @@ class StoreFences:
         if self._host and started is not None:
             where = self._lines.local_host
             address = await self._wards.listen(where, self.rank, self._incarnation) if where else ""
-            me = Process(self.rank, self._incarnation, os.getpid(), started, address)
+            door = await self._mates.open() if self._lines.are_direct else ""
+            me = Process(self.rank, self._incarnation, os.getpid(), started, address, door)
             announced = announcing(self._space, self._host, me)
             self._meet(*await self._lines.ask(announced, CONNECT_S))
         if self._probe is not None and has_sockets(self._store):
             self._pulse = Pulse(self._store, self._space, self.rank, self._probe, self._heartbeat_s)
+        _CONNECTED.add(self)
 
     def heed(self, probe: Probe) -> None:
         """As `fences.base.Heartbeats`."""
@@ -296,15 +174,15 @@ class StoreFences:
         return self._pulse is not None
 
     async def arrive(self, call: FenceCall, arrival: Arrival) -> Opened:
-        slot, register = self._come_to(call)
+        slot, scope, register = self._come_to(call)
         try:
-            passed = await self._arrive(call, arrival, slot, register)
+            passed = await self._arrive(call, arrival, slot, scope, register)
         except asyncio.CancelledError:
             await self._leave(call, arrival)
             raise
         finally:
-            self._slots.pop(call.key, None)
-        return self._pass(call, passed)
+            self._slots.drop(call.key)
+        return self._pass(call, scope, passed)
 
     async def fail(self, call: FenceCall, arrival: Arrival) -> Broken | Opened:
         self._come_to(call)
@@ -314,13 +192,11 @@ class StoreFences:
         return answer
 
     async def watch(self, call: FenceCall) -> Broken | Opened:
-        slot, register = self._come_to(call)
-        if not slot.watched:
-            slot.watched = True
-            steps = watching(self._space, call, self._me, register=register)
-            watching_line = self._lines.submit(steps, waits=True)
-            watching_line.add_done_callback(lambda job: self._hand_on(call, slot, job))
-        verdict = await slot.heard()
+        slot, scope, register = self._come_to(call)
+        heard = self._hear(slot)
+        if not self._mates.watch(call, scope, slot, register=register):
+            self._slots.wait(slot, register=register)
+        verdict = await heard
         if verdict is None:
             raise StaleArrival(f"fence {call.fence!r} was decided and tidied up long ago")
         return self._heard(call, verdict)
@@ -348,10 +224,12 @@ class StoreFences:
         self._neighbours.close()
         if self._pulse is not None:
             await self._pulse.stop()
+        await self._mates.close()
         await self._lines.rest()
         if self._lines.lost is None:
-            used = {name: _scope_ends(scope) for name, scope in self._scopes.items()}
-            peers = max((len(scope.members) for scope in self._scopes.values()), default=1)
+            scopes = self._slots.scopes
+            used = {name: scope.ends() for name, scope in scopes.items()}
+            peers = max((len(scope.members) for scope in scopes.values()), default=1)
             with suppress(StoreLost):
                 await self._lines.ask(leaving(self._space, self.rank, used, peers=peers))
         await self._wards.close()  # Whoever watches this rank finds by now that it has left.
@@ -365,14 +243,17 @@ class StoreFences:
                 who = (process.rank, process.incarnation)
                 self._pids[process.rank] = process.pid
                 self._neighbours.watch(who, process.pid, process.started)
+        self._mates.meet(here)
         for process in wards(self.rank, here, near):
             if process.address:
                 self._wards.watch(process.rank, process.incarnation, process.address)
         loop = asyncio.get_running_loop()
-        if not any(scope.opened is not None for scope in self._scopes.values()):
+        if not any(scope.opened is not None for scope in self._slots.scopes.values()):
             self._look = loop.call_later(HEARTBEAT_S, self._look_again)
 
     def _look_again(self) -> None:
+        """See who has come since. Who passes the first fence of a scope does it once more."""
+
         def met(looking: "asyncio.Future[Any]") -> None:
             if not looking.cancelled() and looking.exception() is None:
                 self._meet(*looking.result())
@@ -387,6 +268,7 @@ class StoreFences:
     def _gone(self, who: tuple[Rank, int], pid: int) -> None:
         """The kernel says that a neighbour has ended."""
         rank, incarnation = who
+        self._mates.gone(rank, incarnation)
         cause = RootCause(kind="dead", ranks=(rank,), error=f"its process {pid} is gone")
         self._report_death(rank, incarnation, cause)
 
@@ -394,8 +276,8 @@ class StoreFences:
         if self._lines.lost is None:
             lost = Lost(rank=rank, incarnation=incarnation, cause=cause)
             self._lines.tell(reporting_death(self._space, lost))
-            for slot in self._slots.values():
-                self._submit_ask(slot.call)
+            for call in self._slots.calls():
+                self._submit_ask(call)
 
     def _check(self, call: FenceCall) -> None:
         if (call.key.run, call.key.attempt) != self._run:
@@ -412,53 +294,78 @@ class StoreFences:
         if self._lines.lost is not None:
             raise self._lines.lost
 
-    def _come_to(self, call: FenceCall) -> tuple[_Slot, bool]:
-        """The slot of a fence, and whether this rank must say anew that it may wait there."""
+    def _come_to(self, call: FenceCall) -> tuple[Slot, Scope, bool]:
+        """The slot of a fence, its scope, and whether it must be said anew that this rank may wait
+        there."""
         self._check(call)
-        slot = self._slots.setdefault(call.key, _Slot(call))
-        scope = self._scopes.setdefault(call.key.scope, _Scope())
-        generation = call.key.generation
-        known = scope.registered and scope.members == call.members and generation <= scope.last + 1
+        known = self._slots.scopes.get(call.key.scope)
+        last = -1 if known is None else known.last
+        scope = self._slots.scope(call)
+        is_same = scope.members is call.members or scope.members == call.members
+        known_here = scope.registered and is_same and call.key.generation <= last + 1
         scope.members, scope.registered = call.members, True
-        scope.first = generation if scope.first is None else min(scope.first, generation)
-        scope.last = max(scope.last, generation)
-        return slot, not known
+        return self._slots.of(call), scope, not known_here
 
     async def _arrive(
-        self, call: FenceCall, arrival: Arrival, slot: _Slot, register: bool
+        self, call: FenceCall, arrival: Arrival, slot: Slot, scope: Scope, register: bool
     ) -> Passed:
-        wait, slot.watched = not slot.watched, True
-        steps = arriving(
-            self._space,
-            call,
-            arrival,
-            register=register,
-            opened_before=self._scopes[call.key.scope].opened,
-            wait=wait,
-        )
-        watch = _Deadline(self, call, slot, self._lines.submit(steps, waits=wait))
+        deadline = Deadline(self, call, arrival, slot)
         try:
-            came: Passed | Counted = await watch.job
+            brings = self._mates.who_brings(call, scope)
+            if brings is not None:
+                handed = brings.hand(call, arrival, encode_arrival(arrival), register=register)
+                word: Word | None = await deadline.over(handed, is_handed=True)
+                if word is not None:
+                    return await self._told(deadline, call, arrival, slot, word)
+            wait, slot.watched = not slot.watched, True
+            steps = arriving(
+                self._space,
+                call,
+                arrival,
+                register=register,
+                opened_before=scope.opened,
+                wait=wait,
+            )
+            heard = None if wait else self._hear(slot)
+            came: Passed | Counted = await deadline.over(self._lines.submit(steps, waits=wait))
             if isinstance(came, Passed):
                 slot.settle(came.verdict)
                 return came
-            verdict = await slot.heard()
+            assert heard is not None, "the line does not wait for a fence that another waits for"
+            verdict = await deadline.over(heard)
             if verdict is None:
                 return UNJUDGED
             answer = plainly(call, arrival, came.order, verdict)
             if answer is not None:
                 return Passed(verdict, answer)
-            watch.job = self._lines.submit(
-                admitting(self._space, call, arrival, came.order, verdict)
-            )
-            passed: Passed = await watch.job
+            admitted = admitting(self._space, call, arrival, came.order, verdict)
+            passed: Passed = await deadline.over(self._lines.submit(admitted))
             return passed
         finally:
-            watch.end()
+            deadline.end()
 
-    async def expire(self, call: FenceCall, signs: Mapping[Rank, Sign]) -> Verdict | None:
+    def _hear(self, slot: Slot) -> "asyncio.Future[Verdict | None]":
+        future: asyncio.Future[Verdict | None] = asyncio.get_running_loop().create_future()
+        slot.hear(lambda verdict, error: settle(future, verdict, error))
+        return future
+
+    async def _told(
+        self, deadline: Deadline, call: FenceCall, arrival: Arrival, slot: Slot, word: Word
+    ) -> Passed:
+        """What the word of who brought this arrival means for it."""
+        if slot.verdict is None:
+            slot.settle(word.verdict)
+        passed = passed_at_once(call, arrival, word)
+        if passed is None:
+            steps = admitting(self._space, call, arrival, word.order, word.verdict)
+            passed = await deadline.over(self._lines.submit(steps))
+        return passed
+
+    async def expire(
+        self, call: FenceCall, signs: Mapping[Rank, Sign], own: Arrival | None = None
+    ) -> Verdict | None:
         """The deadline has passed: decide, on another line than the one that waits."""
-        steps = expiring(self._space, call, self._me, self._seen(signs))
+        steps = expiring(self._space, call, self._me, self._seen(signs), own=own)
         verdict: Verdict | None = await self._lines.submit(steps)
         return verdict
 
@@ -504,14 +411,15 @@ class StoreFences:
             with suppress(StoreLost):
                 self._heard(call, await self._lines.ask(steps, GRACE_S))
 
-    def _pass(self, call: FenceCall, passed: Passed) -> Opened:
+    def _pass(self, call: FenceCall, scope: Scope, passed: Passed) -> Opened:
         match passed.answer:
             case Opened() as opened:
-                scope = self._scopes[call.key.scope]
+                if scope.opened is None and self._host and self._lines.are_direct:
+                    self._look_again()
                 scope.opened_before, scope.opened = scope.opened, call.key.generation
                 return opened
             case Broken() as broken:
-                self._forget_registrations()
+                self._slots.forget_registrations()
                 self._ask_at_break(call, broken)
                 raise FenceBroken(broken)
             case None:
@@ -523,26 +431,24 @@ class StoreFences:
     def _heard(self, call: FenceCall, verdict: Verdict) -> FenceVerdict:
         answer = verdict.read_by(call, self._me)
         if isinstance(answer, Broken):
-            self._forget_registrations()
+            self._slots.forget_registrations()
         return answer
 
-    def _hand_on(self, call: FenceCall, slot: _Slot, job: "asyncio.Future[Any]") -> None:
-        """A watching line has come back: tell whoever waits here."""
-        slot.watched = False
-        if self._slots.get(call.key) is slot:
-            del self._slots[call.key]
-        if job.cancelled():
-            return
-        error = job.exception()
-        if isinstance(error, Exception):
-            slot.fail(error)
-        else:
-            slot.settle(job.result())
+    def leave_to_parent(self) -> None:
+        """In a fork: let go of the connections by which others see this rank live."""
+        self._mates.leave_to_parent()
 
-    def _forget_registrations(self) -> None:
-        # After a break somebody may be lost whom another verdict kept quiet about.
-        for scope in self._scopes.values():
-            scope.registered = False
+
+_CONNECTED: "weakref.WeakSet[StoreFences]" = weakref.WeakSet()
+
+
+def _in_fork() -> None:
+    for fences in list(_CONNECTED):
+        fences.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_fork)
 
 
 class StoreObserver:
@@ -570,13 +476,3 @@ class StoreObserver:
 async def _report(lines: Lines, space: Space, cause: RootCause, incarnation: int) -> None:
     for rank in cause.ranks:
         await lines.ask(reporting(space, Lost(rank=rank, incarnation=incarnation, cause=cause)))
-
-
-def _scope_ends(scope: _Scope) -> tuple[int, int]:
-    """The generations whose keys this rank may have left behind.
-
-    Closing may cut the tidying up after the last fence, so that one's share counts too.
-    """
-    first = scope.first or 0
-    known = [n for n in (scope.opened_before, scope.opened, first) if n is not None]
-    return max(min(first, known[0]), known[0] - VERDICTS_KEPT, 0), scope.last
