@@ -1,8 +1,10 @@
 """The journal: one JSON line a fact, written before it is told to anybody.
 
-Each rank and incarnation has a file of its own, append-only, one `write` a line, so that what a
-crash leaves is whole lines and at most one torn one. A full disk or a read-only folder never takes
-the sync down: the journal warns once and counts what it lost, and the gap in `seq` shows it.
+Each rank and incarnation has a file of its own, append-only, whole lines a `write`, so that what a
+crash leaves is whole lines and at most one torn one. A line may be held back for one that follows
+at once; what a peer can have seen, and what is about to be done, is on disk before. A full disk or
+a read-only folder never takes the sync down: the journal warns once and counts what it lost, and
+the gap in `seq` shows it.
 structlog runs with processors of its own; `structlog.configure` belongs to the application.
 
 A long run may keep its last epochs only. The journal goes on in a new file between two epochs,
@@ -78,29 +80,40 @@ class _File:
         self.lost = self.size = 0
         self._fsync = fsync
         self._torn = False
+        self._held: list[bytes] = []
         self._warned = False
         self._tried = False
         self._fd: int | None = None
 
-    def msg(self, line: bytes) -> None:
-        """Write one line; count it as lost where that fails."""
+    def msg(self, line: bytes, held: bool = False) -> None:
+        """Write one line and those held before it, or hold it back for the next."""
+        self._held.append(line)
+        if self._fsync or not held:
+            self.write_held()
+
+    def write_held(self) -> None:
+        """Write what was held back; count as lost what cannot be written."""
+        if not self._held:
+            return
+        data = b"".join(self._held)
+        self._held.clear()
         if not self._tried:
             self._open()
         if self._fd is None:
-            self.lost += 1
+            self.lost += data.count(b"\n")
             return
-        data = b"\n" + line if self._torn else line
+        data = b"\n" + data if self._torn else data
+        written = 0
         try:
             written = os.write(self._fd, data)
-            if written < len(data):
-                self._torn = True
-                raise OSError(errno.ENOSPC, "the line was cut short")
-            self._torn = False
+            self._torn = written < len(data)
+            if self._torn:
+                raise OSError(errno.ENOSPC, "a line was cut short")
             self.size += written
             if self._fsync:
                 os.fsync(self._fd)
         except OSError as error:
-            self.lost += 1
+            self.lost += max(data.count(b"\n", written), 1)
             self._warn(error)
 
     def turn_to(self, path: Path) -> None:
@@ -127,6 +140,7 @@ class _File:
 
     def flush(self) -> None:
         """Make sure of what was written, as far as the disk does."""
+        self.write_held()
         if self._fd is not None:
             try:
                 os.fsync(self._fd)
@@ -134,6 +148,7 @@ class _File:
                 self._warn(error)
 
     def close(self) -> None:
+        self.write_held()
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -148,6 +163,18 @@ class _File:
             JournalWarning,
             stacklevel=2,
         )
+
+
+class _Facts(structlog.BoundLoggerBase):
+    """A logger that has no context of its own: the journal's is rendered already."""
+
+    def fact(self, event: str, level: str, fields: dict[str, Any], held: bool) -> None:
+        """Run one fact through the processors, and hand the line to the file."""
+        fields["event"] = event
+        entry: Any = fields
+        for processor in self._processors:
+            entry = processor(self._logger, level, entry)
+        self._logger.msg(entry, held)
 
 
 class Journal:
@@ -198,7 +225,7 @@ class Journal:
         self._mono_ns = mono_ns
         self._seq = 0
         self._writing = threading.Lock()
-        self.stands: Stands | None = None
+        self._stands: tuple[str, str, int, int | None] | None = None
         self.rank = rank
         self._common: dict[str, Any] = {
             "run": run,
@@ -210,10 +237,14 @@ class Journal:
             "device": device,
             "ranks": ranks,
         }
-        self._log = structlog.wrap_logger(
+        self._common_text = b""  # Of `_common`, rendered; made again when that has changed.
+        self._heads: dict[tuple[str, str], bytes] = {}
+        self._second = (-1, b"")
+        self._written_ns = 0
+        self._log: _Facts = structlog.wrap_logger(
             self._file,
-            processors=[self._stamp, _render],
-            wrapper_class=structlog.BoundLogger,
+            processors=[self._render],
+            wrapper_class=_Facts,
         ).bind()  # Once: left to itself, the proxy makes a new logger for every line.
 
     @property
@@ -235,41 +266,70 @@ class Journal:
         assert not self._seq, "the run has its name"
         check_run(run)
         self._file.path = self._file.path.parent.parent / run / self._file.path.name
-        self._common["run"] = run
+        self.bind(run=run)
 
     def bind(self, **fields: Any) -> None:
         """Put `fields` on every line from now on."""
         self._common.update(fields)
+        self._common_text = b""
 
     def write(self, event: str, *, level: str = "info", **fields: Any) -> int:
         """Write one fact; None fields are left out. The line's `seq`."""
+        return self._put(event, level, fields, False)
+
+    def hold(self, event: str, **fields: Any) -> int:
+        """Write one fact together with the next one, or on `push`.
+
+        For what comes right before another line, with nothing awaited, done or told between.
+        """
+        return self._put(event, "info", fields, True)
+
+    def _put(self, event: str, level: str, fields: dict[str, Any], held: bool) -> int:
+        if (named := _STANDS.get(event)) is not None:
+            named = fields.get(named)
         with self._writing:
             if event == "epoch.begin":
                 self._turn()
             elif event == "plan":
-                self._plan = fields
+                self._plan = {**fields}
             seq = self._seq
-            self._log.msg(event, level=level, **fields)
-        if (named := _STANDS.get(event)) is not None:
-            self.stands = Stands(event, str(fields.get(named)), self._mono_ns())
-        elif event == "phase.progress" and self.stands is not None:
-            self.stands = self.stands._replace(marked_ns=self._mono_ns())
+            self._log.fact(event, level, fields, held)
+            now = self._written_ns
+        if named is not None:
+            self._stands = event, str(named), now, None
+        elif event == "phase.progress":
+            self._marked(now)
         if self._epochs and event in ("epoch.end", "rank.exit"):
             self._file.flush()
         return seq
 
+    @property
+    def stands(self) -> Stands | None:
+        """Where the rank stands, by the last line that says so."""
+        return None if self._stands is None else Stands(*self._stands)
+
+    def _marked(self, now: int) -> None:
+        if self._stands is not None:
+            self._stands = *self._stands[:3], now
+
+    def push(self) -> None:
+        """Write what is held back, before something that takes long, may fail or is told."""
+        with self._writing:
+            self._file.write_held()
+
     def _turn(self) -> None:
         """An epoch begins: go on in a new file where the open one has enough in it."""
         retention, file = self._retention, self._file
+        file.write_held()
         if retention.is_due(file.size):
             part = Part(file.path.name, self._part_seq, retention.epochs, file.size)
             kept, gone = retention.turn(part)
             self._part, self._part_seq = self._part + 1, self._seq
             file.turn_to(file.path.with_name(f"{self._stem}.part{self._part}.jsonl"))
             said = {"part": self._part, "after_epoch": self._epoch, "kept_seq": kept}
-            self._log.msg("journal.part", level="info", epoch=self._epoch, **said)
+            self._log.fact("journal.part", "info", {"epoch": self._epoch, **said}, False)
             if self._plan:
-                self._log.msg("plan", level="info", **self._plan)
+                self._log.fact("plan", "info", {**self._plan}, False)
             for name in gone:
                 file.drop(name)
         retention.epochs += 1
@@ -289,23 +349,36 @@ class Journal:
     ) -> None:
         self.close()
 
-    def _stamp(
-        self, _logger: object, _name: str, entry: MutableMapping[str, Any]
-    ) -> Mapping[str, Any]:
-        line: dict[str, Any] = {
-            "event": entry.pop("event"),
-            "level": entry.pop("level"),
-            "journal": FORMAT,
-            "timestamp": _utc(self._wall()),
-            "mono_ns": self._mono_ns(),
-            "seq": self._seq,
-            **self._common,
-        }
-        line.update((key, value) for key, value in entry.items() if value is not None)
-        if isinstance(line.get("error"), str):
-            line["error"] = line_cut(line["error"])
-        self._seq += 1
-        return line
+    def _render(self, _logger: object, level: str, fields: MutableMapping[str, Any]) -> bytes:
+        """The line: what is the same on every line is rendered once, and so is a second's time."""
+        event = fields.pop("event")
+        if None in fields.values():
+            fields = {key: value for key, value in fields.items() if value is not None}
+        if "error" in fields and isinstance(fields["error"], str):
+            fields["error"] = line_cut(fields["error"])
+        head = self._heads.get((event, level)) or self._head(event, level)
+        if fields.keys().isdisjoint(self._common):
+            common = self._common_text or self._shared()
+            rest = b"%b,%b" % (common, wire.encode(fields)[1:]) if fields else common + b"}"
+        else:
+            rest = wire.encode({**self._common, **fields})[1:]
+        second, micros = divmod(round(self._wall() * 1e6), 1_000_000)
+        if self._second[0] != second:
+            self._second = second, datetime.fromtimestamp(second, UTC).isoformat()[:19].encode()
+        self._written_ns = now = self._mono_ns()
+        seq = self._seq
+        self._seq = seq + 1
+        line = b'%b%b.%06dZ","mono_ns":%d,"seq":%d,%b\n'
+        return line % (head, self._second[1], micros, now, seq, rest)
+
+    def _head(self, event: str, level: str) -> bytes:
+        text = wire.encode({"event": event, "level": level, "journal": FORMAT})
+        head = self._heads[event, level] = text[:-1] + b',"timestamp":"'
+        return head
+
+    def _shared(self) -> bytes:
+        self._common_text = wire.encode(self._common)[1:-1]
+        return self._common_text
 
 
 def _limit(variable: str, given: int | None) -> int | None:
@@ -331,14 +404,6 @@ def check_run(run: str) -> None:
     """
     if not run or "/" in run or run in (".", "..") or "\0" in run:
         raise PlanError(f"run {run!r} cannot name a folder; use letters, digits, '-' and '.'")
-
-
-def _utc(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds")[:-6] + "Z"
-
-
-def _render(_logger: object, _name: str, entry: Mapping[str, Any]) -> bytes:
-    return wire.encode(entry) + b"\n"
 
 
 def line_cut(text: str) -> str:

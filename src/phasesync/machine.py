@@ -9,9 +9,10 @@ No trigger ever waits, so none can be cancelled in its middle, which would leave
 kernel's state apart.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from transitions.extensions.asyncio import AsyncMachine, AsyncTransition
+from transitions.core import EventData
+from transitions.extensions.asyncio import AsyncEvent, AsyncMachine
 
 from phasesync.core.kernel import Kind, RankState, Stage, Status, advance, program, rows
 from phasesync.core.model import Ticket
@@ -25,29 +26,43 @@ _EVENTS = {Kind.FAIL: "stop", Kind.REFUSE: "stop", Kind.ABORT: "abort"}
 _ENDS = ("stopped", "aborted")
 
 
-class _Transition(AsyncTransition):
-    """A row of the table: it has conditions and a target, and no callbacks to go through."""
+class _Event(AsyncEvent):
+    """A trigger whose rows have conditions and a target, and no callbacks to go through.
 
-    async def execute(self, event_data: Any) -> bool:  # type: ignore[override]
-        for condition in self.conditions:
-            if not await condition.check(event_data):  # type: ignore[misc]
+    What `transitions` keeps for callbacks that wait is most of what a trigger costs: gatherings of
+    no callbacks, and a book of running triggers for a later one to cancel. None is needed.
+    """
+
+    async def trigger(  # type: ignore[override]
+        self, model: Any, *args: Any, **kwargs: Any
+    ) -> bool:
+        if model.state not in self.transitions:
+            return bool(await super().trigger(model, *args, **kwargs))  # It says what is wrong.
+        for row in self.transitions[model.state]:
+            if not row.conditions or await self._may(row, model):
+                model.state = row.dest
+                return True
+        return False
+
+    async def _may(self, row: Any, model: Any) -> bool:
+        data = EventData(None, self, self.machine, model, args=(), kwargs={})
+        for condition in row.conditions:
+            if not await condition.check(data):
                 return False
-        event_data.machine.set_state(self.dest, event_data.model)
         return True
 
 
 class _Machine(AsyncMachine):
-    """What `transitions` keeps for triggers that wait is most of what a trigger costs: gatherings
-    of no callbacks, and a book of running triggers for a later one to cancel. None is needed."""
+    event_cls = _Event
 
-    transition_cls = _Transition
 
-    async def callbacks(self, funcs: Any, event_data: Any) -> None:  # type: ignore[override]
-        if funcs:
-            await super().callbacks(funcs, event_data)
+class _Move(NamedTuple):
+    """What the kernel answered once, whatever the epoch: the trigger, and where it leads."""
 
-    async def process_context(self, func: Any, model: Any) -> Any:
-        return await self._process_async(func, model)
+    event: AsyncEvent
+    after: RankState
+    epochs: int
+    place: "dict[tuple[Kind, str], _Move]"
 
 
 class _Model:
@@ -64,6 +79,9 @@ class RankMachine:
         self.plan = plan
         self.rank = rank
         self.state = RankState()
+        # By where the rank stands but for the epoch, what the kernel said of each event so far.
+        self._places: dict[tuple[object, ...], dict[tuple[Kind, str], _Move]] = {}
+        self._place = self._places.setdefault(_but_epoch(self.state), {})
         self._ticket: Ticket | None = None
         self._model = _Model()
         tables = {
@@ -101,17 +119,28 @@ class RankMachine:
         Raises:
             Refused: the kernel does not allow it, or the fence's ticket is not in hand.
         """
+        move = self._place.get((kind, name)) or self._asked(kind, name)
+        before = self._model.state
+        self._ticket = ticket
+        await move.event.trigger(self._model)
+        if self._model.state == before:
+            who = self.plan.members[self.rank]
+            raise Refused(f"{who} cannot {kind} {name!r} without a ticket of that fence")
+        status, _, stage, at, pending, incarnation = move.after
+        epoch = self.state.epoch + move.epochs
+        self.state = RankState(status, epoch, stage, at, pending, incarnation)
+        self._place = move.place
+
+    def _asked(self, kind: Kind, name: str) -> _Move:
+        """What the kernel says of this event here; it is asked once, a move has no other sequel."""
         after = advance(self.plan, self.rank, self.state, kind, name)
         event = _EVENTS.get(kind) or f"{kind} {name}".rstrip()
         if kind not in _EVENTS and kind not in (Kind.RECOVER, Kind.BEGIN):
             event = _in(self.state.stage, event)
-        before = self._model.state
-        self._ticket = ticket
-        await self._model.trigger(event)
-        if self._model.state == before:
-            who = self.plan.members[self.rank]
-            raise Refused(f"{who} cannot {kind} {name!r} without a ticket of that fence")
-        self.state = after
+        place = self._places.setdefault(_but_epoch(after), {})
+        move = _Move(self._machine.events[event], after, after.epoch - self.state.epoch, place)
+        self._place[kind, name] = move
+        return move
 
     def _row(self, stage: Stage, row: Row) -> dict[str, Any]:
         entry = _plain(_in(stage, row.event), [_in(stage, row.source)], _in(stage, row.target))
@@ -126,6 +155,11 @@ class RankMachine:
     @property
     def done(self) -> bool:
         return self.state.status is Status.FINISHED
+
+
+def _but_epoch(state: RankState) -> tuple[object, ...]:
+    status, _, stage, at, pending, incarnation = state
+    return status, stage, at, pending, incarnation
 
 
 def _in(stage: Stage, name: str) -> str:

@@ -82,11 +82,11 @@ class Bound:
     at_once: bool
     blocking: BlockingCalls
 
-    def call_at_once(self, turn: Turn) -> Any:
+    def call_at_once(self, turn: Turn | None) -> Any:
         """The action's answer, made here and now."""
         return self.action(turn) if self.takes_turn else self.action()
 
-    async def perform(self, turn: Turn) -> Any:
+    async def perform(self, turn: Turn | None) -> Any:
         """What the action comes to, made where it blocks nobody."""
         if self.is_async:
             return await settled(await self.call_at_once(turn))

@@ -44,6 +44,11 @@ class Alarm:
         return self._task
 
     @property
+    def is_on(self) -> bool:
+        """Whether a fence is watched."""
+        return self._task is not None
+
+    @property
     def broken(self) -> Broken | None:
         """What the watched fence's verdict is, if it broke."""
         if self._task is None or not self._task.done() or self._task.cancelled():

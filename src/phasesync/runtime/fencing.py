@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from phasesync.core.fence import judged_list
-from phasesync.core.kernel import RankState, Stage, fences_left
+from phasesync.core.kernel import RankState, Stage, fences_left, next_step
 from phasesync.core.model import (
     Arrival,
     Broken,
@@ -32,7 +32,7 @@ from phasesync.journal import Journal, line_cut
 from phasesync.runtime.device import DevicePort
 from phasesync.runtime.probe import Probe
 
-__all__ = ("RankFences", "plain_ticket")
+__all__ = ("RankFences",)
 
 
 class RankFences:
@@ -69,7 +69,10 @@ class RankFences:
         self._mono_ns = mono_ns
         self._generations: dict[int, int] = {}
         self._epochs_begun = 0
-        self._members: tuple[Plan | None, dict[int, tuple[Rank, ...]]] = (None, {})
+        self._plan: Plan | None = None
+        self._index = 0
+        self._listed: dict[int, tuple[Rank, ...]] = {}
+        self._plain: dict[str, Any] | None = None
 
     def begin(self) -> None:
         """A new epoch: nothing is passed, broken or arrived at."""
@@ -81,12 +84,9 @@ class RankFences:
         """The instance of `wait` that this rank comes to from where it stands."""
         scope = plan.scopes[wait.scope]
         members = self._members_of(plan, wait.scope)
-        if state.stage is Stage.RECOVER:
+        if state.stage is Stage.RECOVER and self.gone:
             members = tuple(member for member in members if member not in self.gone)
-        left = fences_left(plan, plan.index(self._rank), state)
-        before = left[: left.index(wait)] if wait in left else ()
-        ahead = sum(step.scope == wait.scope for step in before)
-        generation = self._generations.get(wait.scope, 0) + ahead
+        generation = self._generations.get(wait.scope, 0) + self._ahead(plan, state, wait)
         self.probe.may_come(scope.name, generation)
         return FenceCall(
             key=FenceKey(self._run, self._attempt, scope.name, generation),
@@ -98,6 +98,15 @@ class RankFences:
             deadline_s=self._patience_s(state, wait),
         )
 
+    def _ahead(self, plan: Plan, state: RankState, wait: Wait) -> int:
+        """How many fences of the same scope this rank comes to before `wait`."""
+        rank = self._index_in(plan)
+        if next_step(plan, rank, state) is wait:
+            return 0
+        left = fences_left(plan, rank, state)
+        before = left[: left.index(wait)] if wait in left else ()
+        return sum(step.scope == wait.scope for step in before)
+
     def _patience_s(self, state: RankState, wait: Wait) -> float:
         """How long to wait: in a rank's first epoch perhaps longer, for what is done only once."""
         is_first = self._epochs_begun <= 1 and state.stage is Stage.EPOCH
@@ -105,14 +114,18 @@ class RankFences:
 
     def _members_of(self, plan: Plan, scope: int) -> tuple[Rank, ...]:
         """The members of a scope, listed once a plan: there may be thousands."""
-        if self._members[0] is not plan:
-            self._members = (plan, {})
-        listed = self._members[1]
-        found = listed.get(scope)
+        self._index_in(plan)
+        found = self._listed.get(scope)
         if found is None:
             ranks = plan.scopes[scope].members
-            found = listed[scope] = tuple(plan.members[at] for at in ranks)
+            found = self._listed[scope] = tuple(plan.members[at] for at in ranks)
         return found
+
+    def _index_in(self, plan: Plan) -> int:
+        if self._plan is not plan:
+            self._plan, self._listed = plan, {}
+            self._index = plan.index(self._rank)
+        return self._index
 
     def use_up(self, waits: Iterable[Wait]) -> None:
         """These fences are behind this rank, passed or not."""
@@ -155,17 +168,18 @@ class RankFences:
         )
 
     def opened(self, call: FenceCall, opened: Opened) -> Ticket:
-        """Write down that this rank passes; its ticket."""
+        """Write down that this rank passes; its ticket. The next step's line is to follow."""
         self.ticket = opened.ticket
+        self._plain = _plain_ticket(opened.ticket)
         self.passed.add(call.fence)
         if opened.decided:
             judged = judged_list(opened.arrivals)
-            self.write("fence.decide", call, verdict="open", judged=judged)
-        self.write(
+            self._hold("fence.decide", call, verdict="open", judged=judged)
+        self._hold(
             "fence.pass",
             call,
             arrival=opened.order,
-            ticket=plain_ticket(opened.ticket),
+            ticket=self._plain,
             duration_s=round(self.waits_s.get(call.fence, 0.0), 6),
         )
         return opened.ticket
@@ -228,7 +242,7 @@ class RankFences:
 
         Nothing is written: as a rule nobody does, because all leave for the same reason.
         """
-        for wait in fences_left(plan, plan.index(self._rank), state):
+        for wait in fences_left(plan, self._index_in(plan), state):
             call = self.call(plan, state, wait)
             with contextlib.suppress(FenceError):
                 await self.transport.fail(call, self._arrival(call, cause=cause))
@@ -236,18 +250,18 @@ class RankFences:
     def joined(self, call: FenceCall) -> Ticket:
         """The caller's own join stands for this fence: its word, with no arrivals to show."""
         self.announce(call, caller="outside")
-        self.write("fence.pass", call, caller="outside", joined=len(call.members))
+        self._hold("fence.pass", call, caller="outside", joined=len(call.members))
         return Ticket(key=call.key, fence=call.fence, epoch=call.epoch, count=0, hash="")
 
-    def write(self, event: str, call: FenceCall, **fields: Any) -> None:
-        self._journal.write(
-            event,
-            fence=call.fence,
-            scope=call.key.scope,
-            generation=call.key.generation,
-            digest=call.digest,
-            **fields,
-        )
+    def plain_ticket(self) -> dict[str, Any] | None:
+        """The ticket in hand as the journal writes it."""
+        return self._plain
+
+    def write(self, event: str, call: FenceCall, *, level: str = "info", **fields: Any) -> None:
+        self._journal.write(event, level=level, **_where(call), **fields)
+
+    def _hold(self, event: str, call: FenceCall, **fields: Any) -> None:
+        self._journal.hold(event, **_where(call), **fields)
 
     def _arrival(
         self,
@@ -272,10 +286,12 @@ class RankFences:
         )
 
 
-def plain_ticket(ticket: Ticket | None) -> dict[str, Any] | None:
-    """A ticket as the journal writes it."""
-    if ticket is None:
-        return None
+def _where(call: FenceCall) -> dict[str, Any]:
+    key = call.key
+    return {"fence": call.fence, "scope": key.scope, "generation": key.generation}
+
+
+def _plain_ticket(ticket: Ticket) -> dict[str, Any]:
     return {
         "fence": ticket.fence,
         "scope": ticket.key.scope,

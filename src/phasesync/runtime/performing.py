@@ -54,7 +54,7 @@ class Performer:
     async def once(
         self,
         bound: Bound,
-        turn: Turn,
+        turn: Turn | None,
         deadline_s: float | None,
         heed: Callable[[], FenceCall | None],
     ) -> End:

@@ -195,7 +195,8 @@ class RankRunner:
             await self._fences.transport.connect()
             if not self._is_named:
                 self.journal.name_run(f"run-{getattr(self._fences.transport, 'boot', None) or 0}")
-            self.journal.write("rank.start", digest=self.plan.digest)
+            self.journal.bind(digest=self.plan.digest)
+            self.journal.write("rank.start")
             await agree(self._walk, self._resolve, self._device.name, self._plan_deadline_s)
         except BaseException as error:
             await self.close(error)
@@ -315,7 +316,7 @@ class RankRunner:
         self._fences.version = self.epoch if version is None else version
         walk.phases_s.clear()
         self.journal.bind(epoch=self.epoch, version=self._fences.version)
-        self.journal.write("epoch.begin")
+        self.journal.hold("epoch.begin")
 
 
 @lru_cache(maxsize=64)

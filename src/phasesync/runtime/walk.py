@@ -20,7 +20,7 @@ from phasesync.runtime.actions import Bound, Turn
 from phasesync.runtime.alarm import Alarm
 from phasesync.runtime.calls import BlockingCalls
 from phasesync.runtime.device import DevicePort, Proof, prove
-from phasesync.runtime.fencing import RankFences, plain_ticket
+from phasesync.runtime.fencing import RankFences
 from phasesync.runtime.performing import CutOff, Done, Late, Performer, Raised
 
 __all__ = ("STOPPED", "Halt", "Walk")
@@ -75,6 +75,7 @@ class Walk:
         self.plan = plan
         self.index = plan.index(self.rank)
         self.machine = RankMachine(plan, self.index)
+        self._outside_from = self._where_outside_begins()
 
     @property
     def epoch(self) -> int:
@@ -121,27 +122,28 @@ class Walk:
             await self.machine.fire(Kind.ABORT)
             raise Halt(broken.cause)
         await self.machine.fire(Kind.START, act.phase)
-        self.journal.write(
-            "phase.start",
-            phase=act.phase,
-            ticket=plain_ticket(self.fences.ticket),
-            caller="outside" if bound is None else None,
-        )
+        ticket = self.fences.plain_ticket()
+        if bound is None:
+            self.journal.hold("phase.start", phase=act.phase, ticket=ticket, caller="outside")
+            self.phases_s[act.phase] = 0.0
+            self.journal.hold("phase.end", phase=act.phase, duration_s=0.0, caller="outside")
+        else:
+            self.journal.write("phase.start", phase=act.phase, ticket=ticket)
+            await self._do(act, bound)
+        await self.machine.fire(Kind.END, act.phase)
+
+    async def _do(self, act: Act, bound: Bound) -> None:
+        """The action, from its first moment to the line that says how long it took."""
         began = self._mono_ns()
         done: dict[str, Any] = {}
-        if bound is not None:
-            await self._perform(act, bound, done)
+        await self._perform(act, bound, done)
         took = (self._mono_ns() - began) / 1e9
         self.phases_s[act.phase] = took
-        self.journal.write(
-            "phase.end",
-            phase=act.phase,
-            duration_s=round(took, 6),
-            free_bytes=None if bound is None else await self._free_after(act),
-            caller="outside" if bound is None else None,
-            **done,
+        free = await self._free_after(act) if act.touches else None
+        duration_s = round(took, 6)
+        self.journal.hold(
+            "phase.end", phase=act.phase, duration_s=duration_s, free_bytes=free, **done
         )
-        await self.machine.fire(Kind.END, act.phase)
 
     async def _perform(self, act: Act, bound: Bound, done: dict[str, Any]) -> None:
         """Run the action; one that may be tried again is, once. `done` is what it says of its
@@ -149,17 +151,7 @@ class Walk:
         """
         tries = 1 if act.retry is Retry.NEVER else 2
         for retry in range(tries):
-            turn = Turn(
-                rank=self.rank,
-                phase=act.phase,
-                epoch=self.epoch,
-                version=self.fences.version,
-                ticket=self.fences.ticket,
-                plan=self.plan,
-                journal=self.journal,
-                retry=retry,
-                done=done,
-            )
+            turn = self._turn(act, retry, done) if bound.takes_turn else None
             match await self._performer.once(bound, turn, act.deadline_s, self._next_call):
                 case Done():
                     return
@@ -179,6 +171,19 @@ class Walk:
                         error_type=type(error).__name__,
                         error=str(error),
                     )
+
+    def _turn(self, act: Act, retry: int, done: dict[str, Any]) -> Turn:
+        return Turn(
+            rank=self.rank,
+            phase=act.phase,
+            epoch=self.epoch,
+            version=self.fences.version,
+            ticket=self.fences.ticket,
+            plan=self.plan,
+            journal=self.journal,
+            retry=retry,
+            done=done,
+        )
 
     async def own_failure(self, act: Act, error: Exception) -> RootCause:
         """The action raised: what it acquires or releases is unknown, what it writes partial."""
@@ -230,11 +235,11 @@ class Walk:
 
         A figure holds until something touches memory again.
         """
-        if act.touches:
-            self._free = None
-            if _MOVES_MEMORY & {touch.verb for touch in act.touches} and not self._fence_measures():
-                self._free = await self._read(act)
-        return self._free if act.touches else None
+        self._free = None
+        moves = any(touch.verb in _MOVES_MEMORY for touch in act.touches)
+        if moves and not self._fence_measures():
+            self._free = await self._read(act)
+        return self._free
 
     def _fence_measures(self) -> bool:
         """Whether the next step is a fence that asks for more than an arrival."""
@@ -255,6 +260,8 @@ class Walk:
     # ------------------------------------------------------------------ fences
 
     async def _wait(self, wait: Wait) -> None:
+        if self.alarm.is_on or _measures(wait):
+            self.journal.push()
         call = self.fences.call(self.plan, self.machine.state, wait)
         proof = await self._prove(wait)
         if proof.error is not None:
@@ -267,7 +274,8 @@ class Walk:
             )
             await self.machine.fire(Kind.REFUSE, wait.fence)
             raise Halt(cause)
-        await self.alarm.off()
+        if self.alarm.is_on:
+            await self.alarm.off()
         self.fences.announce(call, free_bytes=proof.free_bytes)
         await self.machine.fire(Kind.ARRIVE, wait.fence)
         if self.machine.state.stage is Stage.RECOVER and (lost := self._lost_leaders(wait)):
@@ -309,13 +317,22 @@ class Walk:
     def rest_is_outside(self) -> bool:
         """Whether all that is left of the epoch is the caller's own."""
         state = self.machine.state
-        if state.stage is not Stage.EPOCH or not self.caller_joins or state.status in STOPPED:
-            return False
-        steps = self.plan.programs[self.index][state.at :]
-        return all(
-            step.joined if isinstance(step, Wait) else step.phase not in self._actions
-            for step in steps
+        return (
+            state.at >= self._outside_from
+            and state.stage is Stage.EPOCH
+            and state.status not in STOPPED
         )
+
+    def _where_outside_begins(self) -> int:
+        """From which step on an epoch is the caller's own; past the last one where none is."""
+        steps = self.plan.programs[self.index]
+        at = len(steps) if self.caller_joins else len(steps) + 1
+        while 0 < at <= len(steps) and self._is_outside(steps[at - 1]):
+            at -= 1
+        return at
+
+    def _is_outside(self, step: Step) -> bool:
+        return step.joined if isinstance(step, Wait) else step.phase not in self._actions
 
     async def record_rest(self) -> None:
         """The caller has done the rest of the epoch, or would not be here: record its word.

@@ -1,0 +1,146 @@
+"""What an epoch costs a rank in CPU time: fences and the rest apart, beside the bare calls.
+
+python -m tests.bench.epoch_cost [PROTOCOL] [EPOCHS]
+
+All actions do nothing and the rank is alone, so that its fences open at once: what is left is
+phasesync's own work. The same calls without phasesync, in the same run, are the yardstick. Figures
+are the least of several rounds.
+"""
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from phasesync.core.model import Arrival, FenceCall, Opened, Rank, RoleName
+from phasesync.core.plan import Act
+from phasesync.core.protocol import PhaseDecl
+from phasesync.fences.inprocess import InProcessEndpoint, InProcessFences
+from phasesync.runtime import RankRunner, at_once
+from phasesync.spec import load
+
+__all__ = ("Cost", "measure")
+
+ROUNDS = 7
+
+
+class Cost(NamedTuple):
+    """Microseconds of CPU time an epoch; `steps` are phases and fences, `lines` of the journal."""
+
+    bare_us: float
+    fences_us: float
+    rest_us: float
+    steps: int
+    lines: float
+
+    @property
+    def times_bare(self) -> float:
+        return (self.fences_us + self.rest_us) / self.bare_us
+
+
+class _Timed:
+    """A transport that knows how long arrivals took it; they never wait here."""
+
+    def __init__(self, inner: InProcessEndpoint) -> None:
+        self._inner = inner
+        self.boot = inner.boot
+        self.took_ns = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def arrive(self, call: FenceCall, arrival: Arrival) -> Opened:
+        began = time.process_time_ns()
+        try:
+            return await self._inner.arrive(call, arrival)
+        finally:
+            self.took_ns += time.process_time_ns() - began
+
+
+@at_once
+def _nothing() -> None:
+    """An action that is called and is over."""
+
+
+async def _later() -> None:
+    """One that is awaited."""
+
+
+def _actions(protocol: str) -> dict[str, Callable[[], Any]]:
+    """Every third action is awaited, as about so many of verl's are."""
+    declared = load(protocol)
+    own = [
+        step.name
+        for step in (*declared.steps, *declared.recover)
+        if isinstance(step, PhaseDecl) and not step.outside
+    ]
+    return {name: _nothing if number % 3 else _later for number, name in enumerate(own)}
+
+
+async def _least(epochs: int, once: Callable[[], Awaitable[object]]) -> float:
+    """The least CPU time of an epoch, of several rounds."""
+    found = []
+    for _ in range(ROUNDS):
+        began = time.process_time()
+        for _ in range(epochs):
+            await once()
+        found.append((time.process_time() - began) / epochs)
+    return min(found)
+
+
+async def _measured(protocol: str, epochs: int) -> Cost:
+    actions = _actions(protocol)
+    rank = Rank(RoleName("trainer"), 0)
+    fences = _Timed(InProcessFences().endpoint(rank))
+    with tempfile.TemporaryDirectory() as runs:
+        async with RankRunner(
+            protocol,
+            rank=0,
+            ranks=1,
+            options={"replica_size": 1},
+            actions=actions,
+            fences=fences,
+            caller_joins=True,
+            runs=runs,
+        ) as runner:
+            called = [
+                actions[step.phase]
+                for step in runner.plan.programs[0]
+                if isinstance(step, Act) and step.phase in actions
+            ]
+
+            async def bare() -> None:
+                for action in called:
+                    answer = action()
+                    if answer is not None:
+                        await asyncio.ensure_future(answer)
+
+            for _ in range(20):
+                await runner.run_epoch()
+            before = runner.journal.seq, fences.took_ns
+            whole = await _least(epochs, runner.run_epoch)
+            lines, took_ns = runner.journal.seq - before[0], fences.took_ns - before[1]
+            at_fences = took_ns / 1e9 / (ROUNDS * epochs)
+            return Cost(
+                await _least(epochs, bare) * 1e6,
+                at_fences * 1e6,
+                (whole - at_fences) * 1e6,
+                len(runner.plan.programs[0]),
+                lines / (ROUNDS * epochs),
+            )
+
+
+def measure(protocol: str = "colocated_each", epochs: int = 100) -> Cost:
+    """The cost of one rank's epoch under `protocol`."""
+    return asyncio.run(_measured(protocol, epochs))
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    cost = measure(given[0] if given else "colocated_each", int(given[1]) if given[1:] else 100)
+    print(f"bare calls  {cost.bare_us:8.1f} us an epoch")
+    print(f"fences      {cost.fences_us:8.1f} us, opened at once")
+    print(f"the rest    {cost.rest_us:8.1f} us, {cost.rest_us / cost.steps:.1f} us a step")
+    print(f"steps {cost.steps}, journal lines {cost.lines:.0f}, {cost.times_bare:.1f} times bare")
