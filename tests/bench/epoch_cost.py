@@ -1,13 +1,17 @@
-"""What an epoch costs a rank in CPU time: fences and the rest apart, beside the bare calls.
+"""What an epoch costs a rank: fences and the rest apart, beside the bare calls in the same run.
 
 python -m tests.bench.epoch_cost [PROTOCOL] [EPOCHS]
 
-All actions do nothing and the rank is alone, so that its fences open at once: what is left is
-phasesync's own work. The same calls without phasesync, in the same run, are the yardstick. Figures
-are the least of several rounds.
+Warm: CPU time. All actions do nothing and the rank is alone, so that its fences open at once: what
+is left is phasesync's own work. Figures are the least of several rounds.
+
+Cold: wall time. Actions are blocking calls of some milliseconds that leave nothing of phasesync in
+the processor's caches, as real ones do, and fences go over a TCPStore. What is not spent in the
+actions is phasesync's share; figures are medians. The bare calls are the same from a thread.
 """
 
 import asyncio
+import statistics
 import sys
 import tempfile
 import time
@@ -21,9 +25,10 @@ from phasesync.fences.inprocess import InProcessEndpoint, InProcessFences
 from phasesync.runtime import RankRunner, at_once
 from phasesync.spec import load
 
-__all__ = ("Cost", "measure")
+__all__ = ("Cost", "Share", "measure", "share")
 
 ROUNDS = 7
+_CHILL = 32 << 20  # More than most caches hold.
 
 
 class Cost(NamedTuple):
@@ -137,10 +142,76 @@ def measure(protocol: str = "colocated_each", epochs: int = 100) -> Cost:
     return asyncio.run(_measured(protocol, epochs))
 
 
+class Share(NamedTuple):
+    """Milliseconds of wall time an epoch that are not spent in the actions."""
+
+    bare_ms: float
+    fences_ms: float
+    rest_ms: float
+
+
+def _cold_actions(protocol: str, spent_ns: list[int]) -> dict[str, Callable[[], Any]]:
+    source = bytes(_CHILL)
+
+    def act() -> None:
+        began = time.perf_counter_ns()
+        bytearray(source)
+        spent_ns[0] += time.perf_counter_ns() - began
+
+    steps = (*load(protocol).steps, *load(protocol).recover)
+    return {step.name: act for step in steps if isinstance(step, PhaseDecl)}
+
+
+async def _cold(protocol: str, epochs: int) -> Share:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spent_ns = [0]
+    actions = _cold_actions(protocol, spent_ns)
+    own: list[float] = []
+    waits: list[float] = []
+    bare: list[float] = []
+    with tempfile.TemporaryDirectory() as runs:
+        async with RankRunner(
+            protocol,
+            rank=0,
+            ranks=1,
+            options={"replica_size": 1},
+            actions=actions,
+            fences=store,
+            runs=runs,
+            run="cold",
+        ) as runner:
+            act = next(iter(actions.values()))
+            calls = sum(isinstance(step, Act) for step in runner.plan.programs[0])
+            for _ in range(epochs):
+                began, spent_ns[0] = time.perf_counter_ns(), 0
+                report = await runner.run_epoch()
+                own.append((time.perf_counter_ns() - began - spent_ns[0]) / 1e6)
+                waits.append(sum(report.waits_s.values()) * 1e3)
+                began, spent_ns[0] = time.perf_counter_ns(), 0
+                for _ in range(calls):
+                    await asyncio.to_thread(act)
+                bare.append((time.perf_counter_ns() - began - spent_ns[0]) / 1e6)
+    at_fences = statistics.median(waits)
+    return Share(statistics.median(bare), at_fences, statistics.median(own) - at_fences)
+
+
+def share(protocol: str = "colocated", epochs: int = 30) -> Share:
+    """phasesync's share of one rank's epoch around blocking actions."""
+    return asyncio.run(_cold(protocol, epochs))
+
+
 if __name__ == "__main__":
     given = sys.argv[1:]
     cost = measure(given[0] if given else "colocated_each", int(given[1]) if given[1:] else 100)
+    print("warm, CPU time")
     print(f"bare calls  {cost.bare_us:8.1f} us an epoch")
     print(f"fences      {cost.fences_us:8.1f} us, opened at once")
     print(f"the rest    {cost.rest_us:8.1f} us, {cost.rest_us / cost.steps:.1f} us a step")
     print(f"steps {cost.steps}, journal lines {cost.lines:.0f}, {cost.times_bare:.1f} times bare")
+    found = share()
+    print("cold, wall time, 11 blocking actions and 7 fences over a TCPStore")
+    print(f"bare calls  {found.bare_ms:8.2f} ms an epoch, in threads")
+    print(f"fences      {found.fences_ms:8.2f} ms")
+    print(f"the rest    {found.rest_ms:8.2f} ms")

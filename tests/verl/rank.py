@@ -37,7 +37,8 @@ PEER_WAITS_S = 20.0
 class Job:
     """What all ranks run. `late` are seconds that a rank's offload takes in epoch 1; `fail` is the
     rank and the call that raises, in epoch `fail_at`; `other` is configuration of one rank alone;
-    `meet` says what there is to meet at; `alternate` runs verl's own body in every even epoch.
+    `meet` says what there is to meet at; `peer_looks_s` how often a peer's transfer looks for its
+    engine; `alternate` runs verl's own body in every even epoch.
     """
 
     ranks: int = 4
@@ -55,6 +56,7 @@ class Job:
     sleep_level: int = 2
     meet: str = "default"
     engine_takes_s: float = 0.2
+    peer_looks_s: float = 0.005
     alternate: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -69,6 +71,7 @@ class Said:
     error: str = ""
     cause: str = ""
     seconds: float = 0.0
+    cpu_s: float = 0.0
     since_failure_s: float | None = None
     calls: tuple[str, ...] = ()
 
@@ -168,7 +171,7 @@ class Rollout:
         while not self._run.ledger.has(self._run.rank, "weights"):
             if time.monotonic() > until:
                 raise TimeoutError("no engine took the bucket")
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(self._run.job.peer_looks_s)
 
     def sleep(self) -> None:
         """As verl's driver makes the engine sleep, through its servers."""
@@ -241,7 +244,7 @@ class Run:
 
     async def sync(self) -> Said:
         """One call as verl's driver makes it, and what came of it."""
-        began = time.time()
+        began, cpu = time.time(), time.process_time()
         outcome, error, cause = "ok", "", ""
         try:
             await ew.ActorRolloutRefWorker.update_weights(self.worker, global_steps=self.epoch)
@@ -259,6 +262,7 @@ class Run:
             error=error,
             cause=cause,
             seconds=ended - began,
+            cpu_s=time.process_time() - cpu,
             since_failure_s=ended - failed_at if failed_at else None,
             calls=tuple(self.calls),
         )

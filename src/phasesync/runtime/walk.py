@@ -76,6 +76,7 @@ class Walk:
         self.index = plan.index(self.rank)
         self.machine = RankMachine(plan, self.index)
         self._outside_from = self._where_outside_begins()
+        self._met = self._have_met()
 
     @property
     def epoch(self) -> int:
@@ -337,20 +338,38 @@ class Walk:
     async def record_rest(self) -> None:
         """The caller has done the rest of the epoch, or would not be here: record its word.
 
-        A failure elsewhere in the epoch is learned at its last fence, as by everybody.
+        A failure elsewhere in the epoch is learned at its last fence, as by everybody; there is no
+        elsewhere where all its members met at a fence behind which they had nothing to do.
         """
         while (here := self.here()) is not None:
             if isinstance(here, Act):
                 await self._act(here)
                 continue
             last = len(self.fences_left()) == 1
-            if last and (broken := await self._broken_at(here)) is not None:
+            if last and not self._met and (broken := await self._broken_at(here)) is not None:
                 self.fences.heard(broken)
                 self.fences.use_up((here,))
                 await self.machine.fire(Kind.ARRIVE, here.fence)
                 await self.machine.fire(Kind.ABORT)
                 return
             await self._joined(here)
+
+    def _have_met(self) -> bool:
+        """Whether all members of the last fence were at the last one before the caller took over,
+        with nothing to do for any of them behind it."""
+        steps = self.plan.programs[self.index]
+        if not self.caller_joins or not self._outside_from:
+            return False
+        last, before = steps[-1], steps[self._outside_from - 1]
+        if not isinstance(last, Wait) or not isinstance(before, Wait):
+            return False
+        met = self.plan.scopes[before.scope].members
+        programs = [self.plan.programs[rank] for rank in met]
+        return set(self.plan.scopes[last.scope].members) <= set(met) and all(
+            isinstance(step, Wait) or step.outside
+            for program in programs
+            for step in program[program.index(before) :]
+        )
 
     async def _broken_at(self, wait: Wait) -> Broken | None:
         call = self.fences.call(self.plan, self.machine.state, wait)

@@ -5,7 +5,7 @@ reaches the engine, and some adapters meet their peers inside a call. Calls stay
 thread, where verl makes its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import ModuleType
 from typing import Any, Literal
 
@@ -79,9 +79,9 @@ class NaiveSync:
         await self._worker.rollout.resume(tags=["weights"])
         self._mapped = "weights"
 
-    async def meet_weights(self) -> None:
-        if not self._first:
-            await self.resume_weights()
+    @at_once
+    def meet_weights(self) -> Awaitable[None] | None:
+        return None if self._first else self.resume_weights()
 
     @at_once
     def stage(self) -> None:
@@ -95,10 +95,12 @@ class NaiveSync:
             worker.rollout.sleep_level = 1
             self._base_is_due = not worker.base_sync_done
 
-    async def ensure_base(self) -> None:
+    @at_once
+    def ensure_base(self) -> Awaitable[None] | None:
         """Send the base if this worker's rollout lacks it; afterwards it is there."""
-        if not self._base_is_due:
-            return
+        return self._send_base() if self._base_is_due else None
+
+    async def _send_base(self) -> None:
         worker = self._worker
         base, adapter = worker.actor.engine.get_per_tensor_param(
             layered_summon=worker.layered_summon, base_sync_done=False
@@ -108,7 +110,8 @@ class NaiveSync:
 
     async def feed(self) -> None:
         # An adapter that the configuration does not show has its base due here.
-        await self.ensure_base()
+        if self._base_is_due:
+            await self._send_base()
         await self._send(self._weights, peft_config=self._adapter, base_sync_done=True)
         self._say("After update_weights")
 
@@ -143,9 +146,9 @@ class NaiveSync:
         self._mapped = "all"
         self._say("After resume kv_cache")
 
-    async def meet_kv(self) -> None:
-        if not self._first:
-            await self.resume_kv()
+    @at_once
+    def meet_kv(self) -> Awaitable[None] | None:
+        return None if self._first else self.resume_kv()
 
     async def quiesce(self) -> None:
         """After a failed sync: nobody reads this rank's weights any more."""
