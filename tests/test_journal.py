@@ -177,3 +177,49 @@ def test_without_limits_all_is_one_file(tmp_path: Path) -> None:
     with journal(tmp_path) as log:
         cycle(log, 50)
     assert [path.name for path in log.path.parent.iterdir()] == ["trainer-3.0.jsonl"]
+
+
+def test_a_held_line_goes_to_the_disk_with_the_next_one(tmp_path: Path) -> None:
+    log = journal(tmp_path)
+    log.write("epoch.begin")
+    assert log.hold("phase.end", phase="stage") == 1
+    assert [line["seq"] for line in read(log.path)] == [0]
+    assert log.stands is not None
+    assert log.stands.event == "phase.end", "where the rank stands is known at once"
+    log.write("phase.start", phase="load")
+    assert [line["seq"] for line in read(log.path)] == [0, 1, 2]
+    log.hold("phase.end", phase="load")
+    log.push()
+    assert len(read(log.path)) == 4
+    log.hold("fence.pass", fence="staged")
+    log.close()
+    assert [line["seq"] for line in read(log.path)] == [0, 1, 2, 3, 4]
+
+
+def test_held_lines_that_the_disk_does_not_take_are_counted_each(tmp_path: Path) -> None:
+    (tmp_path / "r1").mkdir()
+    (tmp_path / "r1" / "trainer-3.0.jsonl").symlink_to("/dev/full")
+    log = journal(tmp_path)
+    log.hold("phase.end")
+    with pytest.warns(JournalWarning, match="No space left on device"):
+        log.write("phase.start")
+    log.close()
+    assert log.lost == 2
+
+
+def test_fsync_of_each_line_holds_none_back(tmp_path: Path) -> None:
+    with journal(tmp_path, fsync="line") as log:
+        log.hold("phase.end", phase="stage")
+        assert len(read(log.path)) == 1
+
+
+def test_a_field_of_a_line_beats_what_is_on_every_line(tmp_path: Path) -> None:
+    with journal(tmp_path) as log:
+        log.bind(epoch=7, digest="a")
+        log.write("plan", epoch=0)
+        log.bind(digest="b")
+        log.write("epoch.begin")
+    plan, begin = read(log.path)
+    assert (plan["epoch"], plan["digest"]) == (0, "a")
+    assert (begin["epoch"], begin["digest"]) == (7, "b")
+    assert log.path.read_bytes().count(b'"epoch"') == 2, "no key is there twice"

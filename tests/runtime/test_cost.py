@@ -2,13 +2,15 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from phasesync.core.model import Rank, RoleName
+from phasesync.core.model import Arrival, FenceCall, Opened, Rank, RoleName
 from phasesync.core.protocol import PhaseDecl
 from phasesync.errors import EpochFailed
 from phasesync.fences.inprocess import InProcessFences
@@ -157,3 +159,41 @@ def test_peers_of_a_rank_without_a_plan_are_told_at_once(tmp_path: Path) -> None
     assert (failed.epoch, failed.cause.ranks) == (0, (MEMBERS[1],))
     assert "trainer/1 failed" in str(failed)
     assert "ValueError: no such option" in str(failed)
+
+
+class Witness:
+    """A transport that says what of the journal was on disk at each arrival."""
+
+    def __init__(self, inner: Any, seen: Callable[[str], None]) -> None:
+        self._inner = inner
+        self._seen = seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def arrive(self, call: FenceCall, arrival: Arrival) -> Opened:
+        self._seen(call.fence)
+        opened: Opened = await self._inner.arrive(call, arrival)
+        return opened
+
+
+def test_the_journal_is_on_disk_before_an_action_and_before_an_arrival(tmp_path: Path) -> None:
+    """A process that dies in an action, or as soon as it has arrived, leaves the line that says
+    so: lines are held back in between alone, and the file has fewer writes than lines."""
+    lacks: list[str] = []
+    seen: list[str] = []
+
+    def look(where: str) -> None:
+        seen.append(where)
+        (path,) = tmp_path.rglob("*.jsonl")
+        last = orjson.loads(path.read_bytes().splitlines()[-1])
+        if last["seq"] != runner.journal.seq - 1 or where not in last.values():
+            lacks.append(where)
+
+    steps = [step for step in load("colocated").steps if isinstance(step, PhaseDecl)]
+    actions = known(**{step.name: partial(look, step.name) for step in steps})
+    fences = Witness(InProcessFences().endpoint(MEMBERS[0]), look)
+    runner = one(tmp_path, actions=actions, fences=fences)
+    epoch(runner)
+    assert len(seen) == 11 + 7 + 1, "all actions, all fences, and the one of the plan"
+    assert not lacks
