@@ -178,7 +178,8 @@ def shifted(trace: Trace, by: int) -> Trace:
     """All epochs later by `by`; versions are names of their own and stay."""
     fresh = copy.deepcopy(trace)
     for event in fresh[1:]:
-        event["epoch"] += by
+        if "epoch" in event:
+            event["epoch"] += by
         attrs = event.get("attrs", {})
         if isinstance(attrs.get("epoch"), int):
             attrs["epoch"] += by

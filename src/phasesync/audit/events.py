@@ -13,6 +13,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from phasesync.audit.vocabulary import Meaning, meaning, role_kind
 
 _LAST_NUMBER: Final = re.compile(r"(\d{1,15})(?!.*\d)")
+_FIGURE: Final = re.compile(
+    r"\s*([+-]?[0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(?:Gi?B?|s)?\s*\Z", re.IGNORECASE
+)
 
 __all__ = (
     "EMPTY",
@@ -90,11 +93,17 @@ class Header:
 
 
 def number(value: object) -> float | None:
-    """`value` as a number, where it is one (a bool is none, nor is infinity)."""
+    """`value` as a number, where it is one (a bool is none, nor is infinity).
+
+    Logs print figures as text, with or without their unit.
+    """
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
         return float(value) if abs(value) < 1e18 else None
+    if isinstance(value, str) and len(value) < 32:
+        found = _FIGURE.match(value)
+        return float(found[1]) if found is not None else None
     return None
 
 

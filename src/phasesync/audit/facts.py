@@ -94,6 +94,7 @@ class Facts:
         self.exits: dict[Name, Event] = {}
         self.reconciled: set[Name] = set()
         self.skews: Sequence[tuple[str, str, float, float]] = ()
+        self.shut_down: int | None = None
         self.at = -1
         self.epoch: int | None = None
         self.first_epoch: int | None = None
@@ -141,6 +142,8 @@ class Facts:
                 if found is not None:
                     rank.open.remove(found)
                 if event.kind == "end":
+                    if event.action == "teardown" and self.header.kind(event.rank) == "controller":
+                        self.shut_down = event.at
                     rank.done.setdefault(event.epoch, {})[event.phase] = event
                     if event.action == "unregister":
                         rank.left = event
@@ -195,6 +198,12 @@ class Facts:
         """Note that a recovery of `rank` has ended well."""
         if len(rank.recovered) < _FAILURES_KEPT:
             rank.recovered.append(at)
+
+    def is_over(self, exit_: Event) -> bool:
+        """Whether a process ended after the shutdown of the job, with nothing under way in it."""
+        rank = self.ranks[exit_.rank]
+        begun = [each for each in rank.open if each.event.action != "life"]
+        return self.shut_down is not None and self.shut_down < exit_.at and not begun
 
     def is_anew(self, event: Event, at: int, epoch: int | None) -> bool:
         """Whether `event` is of a later epoch than `epoch`, which its rank began after it had

@@ -143,6 +143,8 @@ def _plain_failures(facts: Facts) -> list[Finding]:
             continue  # R-FREED says what it can: without figures it is not decidable.
         if event.kind == "exit" and event.action == "life" and "error" not in event.attrs:
             continue  # A process that ended is no failure unless somebody needed it.
+        if event.kind == "exit" and facts.is_over(event):
+            continue  # The job had been shut down, and nobody was at anything any more.
         if event.kind == "exit" and event.rank in facts.reconciled:
             continue  # The others were told, and went on without it.
         found.append(_failed(event))

@@ -204,7 +204,9 @@ class Trace:
         attrs = data.get("attrs")
         epoch = data.get("epoch")
         if isinstance(epoch, bool) or not isinstance(epoch, int) or abs(epoch) > _FAR:
-            epoch = int(epoch) if isinstance(epoch, float) and epoch.is_integer() else None
+            figure = number(epoch)
+            whole = figure is not None and figure.is_integer() and abs(figure) < 1e15
+            epoch = int(figure) if figure is not None and whole else None
         attrs = attrs if isinstance(attrs, dict) else EMPTY
         if kind == "end" and any(attrs.get(name) is False for name in _SUCCESS):
             kind = "fail"  # It came to an end, and says that it did not do its work.

@@ -4,7 +4,7 @@ A wait is a phase that never ended, or that a limit cut. Whoever should be there
 absent; a rank that waits is never guilty for waiting.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -148,11 +148,24 @@ class Waits:
     def _absent(self, meet: Meet) -> dict[Name, str]:
         here = set(meet.ranks)
         absent = {}
-        for rank in self.expected(meet):
+        for rank in dict.fromkeys((*self.expected(meet), *self._fallen(meet))):
             if rank in here or self._passed(rank, meet):
                 continue
             absent[rank] = self._state(rank, meet)
         return absent
+
+    def _fallen(self, meet: Meet) -> Iterator[Name]:
+        """Who was there, and failed in it: whoever else belongs to it, that one does."""
+        if meet.action not in _TOGETHER:
+            return
+        for rank, known in self.facts.ranks.items():
+            failed = known.failed
+            if (
+                failed is not None
+                and (failed.phase, failed.epoch) == (meet.phase, meet.epoch)
+                and group_of(failed) in (None, meet.group)
+            ):
+                yield rank
 
     def _passed(self, rank: Name, meet: Meet) -> bool:
         """Whether `rank` came to this meet and went on."""

@@ -57,6 +57,8 @@ def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             continue
         explained.update(wait.event.at for wait in meet.waits)
         explained.update(event.at for event in elsewhere.values())
+        kind = facts.header.kind
+        across = not {kind(rank) for rank in elsewhere} & {kind(rank) for rank in meet.ranks}
         # Who waits where nobody meets has left the course of those who do.
         aside = all(event.action not in STEPS for event in elsewhere.values())
         guilty: tuple[Name, ...] = ()
@@ -67,7 +69,8 @@ def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
         skipped = sorted(elsewhere.values(), key=lambda event: event.at)
         found.append(
             Finding.on(
-                "R-SAMEPLAN",
+                # Two roles have two plans: one side of what they do together never entered.
+                "R-HANDSHAKE" if across and meet.action in ("send", "receive") else "R-SAMEPLAN",
                 skipped[0],
                 f"{waiters(meet.ranks)} in {meet.phase}, while {_where(elsewhere)}",
                 *(wait.event for wait in meet.waits[:6]),

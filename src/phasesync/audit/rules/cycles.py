@@ -43,6 +43,7 @@ def nocycle(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
         groups = {meet.group for meet in meets.values()}
         if len(meets) < 2 or None in groups or len(groups) < 2:
             continue
+        decided = _decided(ring, list(meets.values()), seen)
         guilty = _closers(ring, list(meets.values()))
         events = [wait.event for meet in meets.values() for wait in meet.waits]
         explained.update(event.at for event in events)
@@ -52,6 +53,22 @@ def nocycle(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             f"{', '.join(map(str, meet.absent))}"
             for meet in meets.values()
         )
+        if decided:
+            sides = sorted((meet.ranks for meet in meets.values()), key=len)
+            found.append(
+                Finding.on(
+                    "R-SAMEPLAN",
+                    decided[0],
+                    f"ranks decided differently in {decided[0].phase}, and went different ways: "
+                    f"{steps}",
+                    *decided[1:8],
+                    *events[:4],
+                    strength=MISSING,
+                    guilty=sides[0] if len(sides[0]) < len(sides[-1]) else (),
+                    waiting=waits.facts.waiting(),
+                )
+            )
+            continue
         found.append(
             Finding.on(
                 "R-NOCYCLE",
@@ -64,6 +81,18 @@ def nocycle(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             )
         )
     return found
+
+
+def _decided(ring: list[Name], meets: list[Meet], seen: Seen) -> list[Event]:
+    """The decisions that sent the ranks of a ring to different meets, one value each."""
+    for chosen in seen.choices.values():
+        values = {
+            frozenset(chosen[rank][0] for rank in meet.ranks if rank in chosen) for meet in meets
+        }
+        apart = len(values) == len(meets) and all(len(each) == 1 for each in values)
+        if apart and all(rank in chosen for rank in ring):
+            return sorted((chosen[rank][1] for rank in ring), key=lambda event: event.at)
+    return []
 
 
 def _is_joint(fence: Meet, payload: list[Wait], waits: Waits) -> bool:

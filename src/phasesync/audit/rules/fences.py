@@ -9,6 +9,7 @@ from typing import Final
 from phasesync.audit.answer import Finding
 from phasesync.audit.events import Event, Name
 from phasesync.audit.facts import Facts, Open, group_of, ranks_in
+from phasesync.audit.vocabulary import is_bad_output
 
 __all__ = ("Covers", "FencePost")
 
@@ -35,10 +36,13 @@ class Covers:
         self._over: list[tuple[Event, Event]] = []
         self._took: list[tuple[Event, Event, str]] = []
         self._under: list[tuple[Event, Event]] = []
+        self._spoilt: dict[Name, int] = {}
         self._found: list[Finding] = []
 
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
         complete = event.attrs.get("device_complete") if event.attrs else None
+        if event.kind == "end" and event.attrs and is_bad_output(event.attrs.get("output")):
+            self._spoilt[event.rank] = event.at
         if complete is False and event.kind == "end":
             if event.action == "fence":
                 self._add(event, event, "it ended with the device not drained")
@@ -46,7 +50,7 @@ class Covers:
                 self._pending[event.rank] = event
             return
         if event.kind == "start":
-            if event.action in ("acquire", "free", "serve") and self._pending:
+            if event.action in ("acquire", "free", "serve", "write") and self._pending:
                 self._taken(event, facts)
             return
         if event.kind != "end":
@@ -103,7 +107,7 @@ class Covers:
 
     def finish(self, facts: Facts) -> list[Finding]:
         for pending, taker, why in self._took[:_KEPT]:
-            if facts.failures_after(taker.at):
+            if facts.failures_after(taker.at) or self._spoilt.get(taker.rank, -1) > taker.at:
                 self._add(pending, taker, why)
         for release, work in self._under:
             if facts.outcome(work) == "bad":

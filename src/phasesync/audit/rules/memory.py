@@ -64,9 +64,8 @@ class Fence:
         elif event.kind == "start":
             if event.action == "release" and self._open:
                 self._overtaken(event, facts)
-            if event.action in TAKES and (
-                "need_gib" in event.attrs or "gpus" in event.attrs or event.action == "acquire"
-            ):
+            taking = event.action in TAKES and ("gpus" in event.attrs or event.action == "acquire")
+            if taking or "need_gib" in event.attrs:
                 self._start(event, facts)
         elif event.kind in ("fail", "exit"):
             grab = self._open.pop((event.rank, event.phase), None)

@@ -61,6 +61,14 @@ class Freed:
             why = f"{event.phase} left {free:g} GiB free where {wanted:g} were expected"
             self._found.append((event, why, True))
             return
+        held = number(said.get("held_gib"))
+        emptied = event.attrs.get("freed_gib") is not None and freed is not None and freed < 0.01
+        if emptied and held is not None and held > _NOTICEABLE and facts.tags.concerns(event):
+            state = facts.tags.of.get(event.rank)
+            if state is None or state.released_at <= state.acquired_at:
+                why = f"{event.phase} freed nothing on rank {event.rank}, {held:g} GiB are held"
+                self._found.append((event, why, True))
+                return
         if (expected is not None and freed is not None) or (
             wanted is not None and free is not None
         ):

@@ -134,14 +134,16 @@ class Seen:
             self.unnamed.add(sent.phase)
 
     def _choose(self, event: Event) -> None:
-        for name in _CHOICES:
+        decisions = (name for name in event.attrs if name not in _CHOICES)
+        for name in (*_CHOICES, *(decisions if event.action == "decide" else ())):
             if name in event.attrs:
                 value = event.attrs[name]
                 if isinstance(value, bool | int | str | float):
                     if len(self.choices) > 64:
                         self.choices.pop(next(iter(self.choices)))
                     phase = event.phase if event.action == "decide" else ""
-                    key = (event.epoch, f"{name} {phase}".strip())
+                    own = "" if name in _CHOICES else "decision "
+                    key = (event.epoch, f"{own}{name} {phase}".strip())
                     self.choices.setdefault(key, {})[event.rank] = (str(value), event)
 
 

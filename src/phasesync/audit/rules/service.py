@@ -82,7 +82,7 @@ class Quiet:
                 self._queued.pop(rank, None)
             case "acquire", "end":
                 self._shut.pop(rank, None)  # Some engines go on by themselves once they are awake.
-            case "write", "start" if rank in self._shut:
+            case "write", "start" if self._shut:
                 self._updated(event, facts)
             case (("drain" | "flush" | "release"), "start"):
                 self._step(event, facts)
@@ -93,16 +93,19 @@ class Quiet:
 
     def _updated(self, event: Event, facts: Facts) -> None:
         """Weights change under a request that began after the pause."""
-        shut = self._shut[event.rank]
-        for each in facts.ranks[event.rank].opened("serve"):
-            if each.event.at > shut.at and len(self._found) < _KEPT:
-                why = f"rank {event.rank} began {each.event.phase} after {shut.phase}, and"
-                self._found.append(
-                    Finding.on(
-                        "R-QUIET", each.event, f"{why} {event.phase} runs under it", event, shut
+        target = event.attrs.get("targets", event.attrs.get("target"))
+        reached = [event.rank] if target is None else ranks_in(target, facts.header.ranks)
+        for rank in reached:
+            shut, known = self._shut.get(rank), facts.ranks.get(rank)
+            for each in known.opened("serve") if shut is not None and known is not None else ():
+                if shut is not None and each.event.at > shut.at and len(self._found) < _KEPT:
+                    why = f"rank {rank} began {each.event.phase} after {shut.phase}, and"
+                    self._found.append(
+                        Finding.on(
+                            "R-QUIET", each.event, f"{why} {event.phase} runs under it", event, shut
+                        )
                     )
-                )
-                return
+                    return
 
     def _step(self, event: Event, facts: Facts) -> None:
         if len(self._blocked) >= _KEPT:

@@ -12,7 +12,7 @@ from phasesync.audit.answer import NOTE, Finding
 from phasesync.audit.events import Event, Name, number
 from phasesync.audit.facts import Facts, Open
 from phasesync.audit.ledgers import ALL, TagState, tags_of
-from phasesync.audit.vocabulary import KV, WEIGHTS, is_idle_error
+from phasesync.audit.vocabulary import KV, WEIGHTS, is_bad_output, is_idle_error, tag_name
 
 __all__ = ("Contents", "Mapped", "Once", "TagSets")
 
@@ -125,6 +125,8 @@ class Contents:
         self._found: list[Finding] = []
 
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
+        if event.kind == "end" and is_bad_output(event.attrs.get("output")) and start is not None:
+            self._without(start.event, facts)
         if event.kind != "start" or event.attrs.get("dispatch") or len(self._found) >= _KEPT:
             return
         state = facts.tags.of.get(event.rank)
@@ -165,6 +167,20 @@ class Contents:
                 content.lost,
             )
         )
+
+    def _without(self, event: Event, facts: Facts) -> None:
+        """The output is bad, and a part that was discarded never came back."""
+        state = facts.tags.of.get(event.rank)
+        also = state.content.also if state is not None else {}
+        gone = {tag: lost for tag, lost in also.items() if tag_name(tag) != KV}
+        if any(each.at == event.at for each in self._found) or len(self._found) >= _KEPT:
+            return
+        for tag, lost in gone.items():
+            if lost.at < event.at:
+                why = f"with {tag} that {lost.phase} discarded and nothing wrote since"
+                why = f"rank {event.rank} entered {event.phase} {why}; its output is bad"
+                self._found.append(Finding.on("R-CONTENT", event, why, lost))
+                return
 
     def _also(self, event: Event, lost: Mapping[str, Event]) -> None:
         """What serving says it uses besides the weights."""

@@ -15,6 +15,16 @@ from phasesync.audit.vocabulary import is_bad_output, is_unprepared_error
 __all__ = ("Evidenced", "Monotone", "Prerequisites", "Scope", "Versions")
 
 _NONE: Final = ("", "none", "null")
+# Which version a caller was told it gets, beside the one that it gets.
+_CLAIMS: Final = (
+    "labelled",
+    "label_version",
+    "policy_version",
+    "expected_version",
+    "required_version",
+    "requested_version",
+    "min_version",
+)
 _KEPT: Final = 512
 
 
@@ -79,6 +89,11 @@ class Versions:
                 )
             )
         if version is None:
+            return
+        said = [name for name in _CLAIMS if version_number(event.attrs.get(name)) is not None]
+        if said and version < (claim := version_number(event.attrs[said[0]]) or 0.0):
+            why = f"rank {event.rank} serves version {version:g} as {said[0]} {claim:g}"
+            self._found.append(Finding.on("R-VERSION", event, why))
             return
         self._compare(event, version, facts)
         self._served[event.rank] = version
