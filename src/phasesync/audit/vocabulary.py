@@ -78,6 +78,7 @@ class Meaning(NamedTuple):
     bucket: str | None = None
     part: str | None = None
     engine: bool = False
+    step: bool = False  # one pass through the model, not a request that outlives many
 
 
 # Words that name one concept. A word stands for its inflections too (see `_stem`).
@@ -238,6 +239,7 @@ _TAG_TABLE: Final = tuple(
     (tag, frozenset(_stem(word) for word in words.split())) for tag, words in _TAG_WORDS
 )
 _ADAPTER: Final = frozenset(_stem(word) for word in _WORDS["adapter"].split())
+_STEPS: Final = frozenset(_stem(word) for word in ("forward", "step", "execute", "batch"))
 _ENGINE_VERBS: Final = frozenset(
     _stem(word)
     for word in ["sleep", "wake", "wakeup", "awake", "resume", "onload", "occupation", "suspend"]
@@ -263,6 +265,7 @@ def meaning(phase: str) -> Meaning:
         bucket.group(1) if bucket else None,
         part,
         bool(stems & _ENGINE_VERBS) or WEIGHTS in tags or KV in tags,
+        action == "serve" and bool(stems & _STEPS),
     )
 
 

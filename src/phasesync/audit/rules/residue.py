@@ -247,11 +247,26 @@ class Drift:
             self._found[key] = series[:3]
         del series[:-8]
 
+    @staticmethod
+    def _fatal(
+        last: tuple[int | None, float, Event],
+        series: list[tuple[int | None, float, Event]],
+        facts: Facts,
+    ) -> bool:
+        """Whether most of what grew stayed, and the rank then ran out of memory."""
+        grown = series[-1][1] - series[0][1]
+        stayed = last[1] - series[0][1] > 0.5 * grown
+        return stayed and any(
+            is_memory_error(failure.attrs.get("error"))
+            for failure in facts.failures_after(last[2].at, [last[2].rank])
+        )
+
     def finish(self, facts: Facts) -> list[Finding]:
         found = []
         for (rank, phase), series in self._found.items():
             last = self._series[(rank, phase)]
-            if last[-1][1] < series[-1][1] and len(last) < 3:
+            came_down = last[-1][1] < series[-1][1] and len(last) < 3
+            if came_down and not self._fatal(last[-1], series, facts):
                 continue  # It came down again: not every epoch.
             held = " -> ".join(f"{abs(figure):g}" for _, figure, _ in series)
             word = "free" if series[0][1] < 0 else "held"

@@ -10,6 +10,7 @@ from phasesync.audit.answer import FAILED, Finding
 from phasesync.audit.events import Event, Name, number
 from phasesync.audit.facts import WAITING, Facts, Open, group_of, is_timeout, ranks_in
 from phasesync.audit.vocabulary import (
+    is_bad_output,
     is_idle_error,
     is_requests_error,
 )
@@ -56,6 +57,7 @@ class Quiet:
         self._queued: dict[Name, Event] = {}
         self._blocked: list[tuple[Event, Event, str]] = []
         self._said: list[tuple[Event, Event]] = []
+        self._stepped: dict[int, Event] = {}
         self._found: list[Finding] = []
 
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
@@ -80,10 +82,15 @@ class Quiet:
                     self._admitted.pop(rank, None)
             case "serve", "end":
                 self._queued.pop(rank, None)
+                if self._stepped:
+                    self._spoilt(event, start)
             case "acquire", "end":
                 self._shut.pop(rank, None)  # Some engines go on by themselves once they are awake.
-            case "write", "start" if self._shut:
-                self._updated(event, facts)
+            case "write", "start":
+                if self._shut:
+                    self._updated(event, facts)
+                if event.rank not in self._shut:
+                    self._under(event, facts)
             case (("drain" | "flush" | "release"), "start"):
                 self._step(event, facts)
             case (("drain" | "flush" | "release"), ("fail" | "timeout" | "exit")):
@@ -106,6 +113,22 @@ class Quiet:
                         )
                     )
                     return
+
+    def _under(self, event: Event, facts: Facts) -> None:
+        """Weights change while one pass through the model is under way."""
+        for each in facts.ranks[event.rank].opened("serve"):
+            if each.event.means.step and len(self._stepped) < _KEPT:
+                self._stepped.setdefault(each.event.at, event)
+
+    def _spoilt(self, event: Event, start: Open | None) -> None:
+        """A pass under which the weights changed is over, and its output is bad."""
+        update = self._stepped.pop(start.event.at, None) if start is not None else None
+        if update is None or start is None or not is_bad_output(event.attrs.get("output")):
+            return
+        why = (
+            f"{update.phase} of rank {event.rank} ran under its {event.phase}, whose output is bad"
+        )
+        self._found.append(Finding.on("R-QUIET", update, why, start.event, event))
 
     def _step(self, event: Event, facts: Facts) -> None:
         if len(self._blocked) >= _KEPT:
