@@ -1,12 +1,14 @@
 """Journals mangled in every way that a crash, a disk or a careless hand does it, audited.
 
-usage: audit_fuzz.py [RUNS] [FIRST_SEED]
+usage: audit_fuzz.py [RUNS] [FIRST_SEED] [--jobs PROCESSES]
 
 Never an exception; never an `ok` where the mutation took evidence away. Prints what was answered to
 each kind of mutation; exits 1 on a miss.
 """
 
+import argparse
 import gzip
+import multiprocessing
 import random
 import shutil
 import sys
@@ -214,16 +216,22 @@ def once(seed: int, folder: Path) -> tuple[str, str, str | None]:
     return mutation.__name__, verdict, missed
 
 
-def main(runs: int = 2000, first: int = 0) -> int:
+def tried(seed: int) -> tuple[int, str, str, str | None]:
+    with tempfile.TemporaryDirectory() as folder:
+        return (seed, *once(seed, Path(folder)))
+
+
+def main(runs: int = 2000, first: int = 0, jobs: int = 1) -> int:
     table: Counter[tuple[str, str]] = Counter()
     missed = 0
-    for seed in range(first, first + runs):
-        with tempfile.TemporaryDirectory() as folder:
-            name, verdict, wrong = once(seed, Path(folder))
-        table[(name, verdict)] += 1
-        if wrong is not None:
-            missed += 1
-            print(f"seed {seed}: {name}: {verdict}: {wrong}")
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for seed, name, verdict, wrong in pool.imap_unordered(
+            tried, range(first, first + runs), chunksize=16
+        ):
+            table[(name, verdict)] += 1
+            if wrong is not None:
+                missed += 1
+                print(f"seed {seed}: {name}: {verdict}: {wrong}", flush=True)
     for (name, verdict), count in sorted(table.items()):
         print(f"{name:14} -> {verdict:14} {count}")
     print(f"{runs - missed} of {runs} answered as they must be")
@@ -231,4 +239,8 @@ def main(runs: int = 2000, first: int = 0) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("runs", type=int, nargs="?", default=2000)
+    parser.add_argument("first", type=int, nargs="?", default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    sys.exit(main(**vars(parser.parse_args())))

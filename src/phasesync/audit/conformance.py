@@ -8,6 +8,7 @@ clock orders two of them, the answer says so.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from phasesync.audit.answer import BROKEN, NOTE, Evidence, Finding
@@ -60,6 +61,7 @@ class Conformance:
         self._ranks: dict[int, _Seen] = {}
         self._cells: dict[int, int] = {}
         self._held_by: dict[int, tuple[int, int]] = {}
+        self._is_past_an_epoch = False
         self._findings: list[Finding] = []
         self._told: set[tuple[Any, ...]] = set()
 
@@ -123,6 +125,10 @@ class Conformance:
             number: cell(Mapped.YES if start else Mapped.NO, 0 if start and content else -1)
             for number, (start, content) in enumerate(zip(plan.start, plan.content, strict=True))
         }
+
+    def whole_epoch(self) -> None:
+        """An epoch of all ranks was as it should be, and its lines are not gone through."""
+        self._is_past_an_epoch = True
 
     # ------------------------------------------------------------------ lines
 
@@ -409,10 +415,16 @@ class Conformance:
     def _ever(self, violation: Violation) -> bool:
         """Whether anybody has touched that memory in this log."""
         assert self._plan is not None
-        return any(
-            self._plan.cell_name(number) == (violation.device, violation.resources[0])
-            for number in self._held_by
-        )
+        touched = self._touched_by_all if self._is_past_an_epoch else self._held_by
+        cell = (violation.device, violation.resources[0])
+        return any(self._plan.cell_name(number) == cell for number in touched)
+
+    @cached_property
+    def _touched_by_all(self) -> frozenset[int]:
+        """All memory that is touched in an epoch in which every rank keeps to its program."""
+        assert self._plan is not None
+        acts = (step for steps in self._plan.programs for step in steps if isinstance(step, Act))
+        return frozenset(touch.cell for act in acts for touch in act.touches)
 
     def _holders(self, who: int, violation: Violation) -> list[Rank]:
         """The active ranks behind a violation: whose memory is in the way, or who is busy there."""

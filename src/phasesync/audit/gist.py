@@ -14,21 +14,32 @@ from phasesync.audit.merge import wall_ns
 from phasesync.audit.traces import RawLine
 from phasesync.core.wire import sha256
 
-__all__ = ("Block", "Gist", "Key", "RankLog", "Shape", "gist_of")
+__all__ = (
+    "FIXED",
+    "SAME",
+    "WEIGHED",
+    "Block",
+    "Gist",
+    "Key",
+    "RankLog",
+    "Shape",
+    "gist_of",
+    "shared",
+)
 
 Key = tuple[str, int]
 Shape = tuple[tuple[object, ...], ...]
 
 # Equal on all lines of an epoch, where the first has them: a line of somebody else is odd.
-_SAME: Final = (
+SAME: Final = (
     "level", "run", "role", "rank", "incarnation", "host", "pid", "attempt", "digest", "epoch",
     "version",
 )  # fmt: skip
 # What a phase's lines may say that rules weigh: part of the shape, or else no gist.
-_FIXED: Final = ("device_complete", "exclusive", "group", "tags")
-_WEIGHED: Final = frozenset(
+FIXED: Final = ("device_complete", "exclusive", "group", "tags")
+WEIGHED: Final = frozenset(
     {
-        *_FIXED,
+        *FIXED,
         "bucket",
         "bytes",
         "checksum",
@@ -122,7 +133,7 @@ def _gist(lines: Sequence[Mapping[str, Any]]) -> Gist | None:
     version = first.get("version", first["epoch"])
     if first["level"] != "info" or not type(seq) is type(first["epoch"]) is type(version) is int:
         return None
-    fields = _same(tuple([name for name in _SAME if name in first]))
+    fields = _same(tuple([name for name in SAME if name in first]))
     same = fields(first)[2:]
     shape: list[tuple[object, ...]] = []
     arrived: list[tuple[Key, int, object]] = []
@@ -137,7 +148,7 @@ def _gist(lines: Sequence[Mapping[str, Any]]) -> Gist | None:
         if found[1] != at or found[2:] != same:
             return None
         if event in ("phase.start", "phase.end"):
-            if line.keys().isdisjoint(_WEIGHED):
+            if line.keys().isdisjoint(WEIGHED):
                 shape.append((event, line["phase"], len(line), line.get("caller")))
             else:
                 shape.append(_weighed(event, line))
@@ -178,7 +189,7 @@ def _gist(lines: Sequence[Mapping[str, Any]]) -> Gist | None:
         version=version,
         seq=seq,
         length=len(lines),
-        shape=_shared(tuple(shape)),
+        shape=shared(tuple(shape)),
         arrived=tuple(arrived),
         passed=tuple(passed),
         judged=tuple(judged),
@@ -188,15 +199,15 @@ def _gist(lines: Sequence[Mapping[str, Any]]) -> Gist | None:
 
 
 @lru_cache(maxsize=1024)
-def _shared(shape: Shape) -> Shape:
+def shared(shape: Shape) -> Shape:
     """One value for all equal shapes: thousands of ranks have the same."""
     return shape
 
 
 def _weighed(event: object, line: Mapping[str, Any]) -> tuple[object, ...]:
     """The shape of a phase's line with values: those that are the same in every epoch."""
-    told = [name for name in line if name in _WEIGHED]
-    if any(name not in _FIXED for name in told):
+    told = [name for name in line if name in WEIGHED]
+    if any(name not in FIXED for name in told):
         raise ValueError("its values are judged each time")
     return (event, line["phase"], len(line), line.get("caller"), *((n, str(line[n])) for n in told))
 

@@ -5,7 +5,7 @@ the judged list and with each rank's own arrival, cannot break a property: that 
 plan once, from the fences alone (`rounds.unordered`), whatever the clocks say.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from phasesync.audit.gist import Gist, Key, Shape
@@ -17,6 +17,30 @@ __all__ = ("Healthy", "Tally")
 _SHAPES_MAX: Final = 4096
 
 _Program = tuple[str, ...]
+
+
+class _Shapes:
+    """The shapes that were judged, each under the program of who wrote it.
+
+    `sure` knows them by the identity of what is equal to them: a shape is long, and most are the
+    very same value.
+    """
+
+    def __init__(self) -> None:
+        self._judged: set[tuple[_Program, Shape]] = set()
+        self.sure: dict[int, tuple[_Program, Shape]] = {}
+
+    def add(self, program: _Program, shape: Shape) -> None:
+        if len(self._judged) < _SHAPES_MAX:
+            self._judged.add((program, shape))
+
+    def knows(self, program: _Program, shape: Shape) -> bool:
+        if (program, shape) not in self._judged:
+            return False
+        if len(self.sure) >= _SHAPES_MAX:
+            self.sure.clear()
+        self.sure[id(shape)] = (program, shape)  # Held, so that its id stays its own.
+        return True
 
 
 class Healthy:
@@ -42,7 +66,7 @@ class Healthy:
             scope.name: frozenset(names[member] for member in scope.members)
             for scope in plan.scopes
         }
-        self._shapes: set[tuple[_Program, Shape]] = set()
+        self._shapes = _Shapes()
 
     @property
     def members(self) -> Iterable[str]:
@@ -60,8 +84,7 @@ class Healthy:
 
     def learn(self, name: str, shape: Shape) -> None:
         """This shape was gone through line by line, and nothing was found."""
-        if len(self._shapes) < _SHAPES_MAX:
-            self._shapes.add((self._program[name], shape))
+        self._shapes.add(self._program[name], shape)
 
     def tally(self) -> "Tally":
         """For one epoch: what its gists amount to."""
@@ -78,7 +101,7 @@ class Tally:
         self,
         program: Mapping[str, _Program],
         scopes: Mapping[str, frozenset[str]],
-        shapes: Set[tuple[_Program, Shape]],
+        shapes: _Shapes,
     ) -> None:
         self._program, self._scopes, self._shapes = program, scopes, shapes
         self._fences: dict[Key, _Fence] = {}
@@ -101,36 +124,47 @@ class Tally:
     def _add(self, name: str, gist: Gist) -> None:
         self._is_odd |= name in self.names
         self.names[name] = None
-        shape = (self._program[name], gist.shape)
-        if shape not in self._shapes:
-            # Where the caller does the rest, it is told after the epoch's end, line by line.
-            self._is_odd |= _done(gist.shape) != self._program[name]
-            self.unknown.setdefault(shape, name)
-        fences, incarnation = self._fences, gist.incarnation
-        for key, seq, free in gist.arrived:
+        program = self._program[name]
+        sure = self._shapes.sure.get(id(gist.shape))
+        if sure is None or sure[0] is not program:
+            self._look_up(name, program, gist.shape)
+        fences, scopes, incarnation = self._fences, self._scopes, gist.incarnation
+        for key, rows, proof in gist.judged:
             fence = fences.get(key)
             if fence is None:
-                fence = fences[key] = _Fence()
+                fence = fences[key] = _Fence(len(scopes[key[0]]))
+            self._is_odd |= fence.judged is not None
+            fence.judged = (rows, proof)
+        if len(gist.arrived) != len(gist.passed):
+            self._is_odd = True
+        for (key, seq, free), (gone, found, count) in zip(gist.arrived, gist.passed, strict=False):
+            fence = fences.get(key)
+            if fence is None:
+                fence = fences[key] = _Fence(len(scopes[key[0]]))
             fence.came[name] = (incarnation, seq, free)
-        for key, rows, proof in gist.judged:
-            self._is_odd |= fences[key].judged is not None
-            fences[key].judged = (rows, proof)
-        for key, found, count in gist.passed:
-            fence = fences[key]
-            if fence.ticket is None:
+            ticket = fence.ticket
+            if ticket is None:
                 fence.ticket = (found, count)
-            elif fence.ticket != (found, count):
+            elif ticket[0] != found or ticket[1] != count:
                 self._is_odd = True
-            fence.went += 1
-            if fence.went == len(self._scopes[key[0]]):
-                self._is_odd |= not fence.adds_up(self._scopes[key[0]])
+            if gone != key:
+                self._is_odd = True  # It went from one fence to another.
+            if len(fence.came) == fence.members:
+                self._is_odd |= not fence.adds_up(scopes[key[0]])
                 del fences[key]
-        for key, count in gist.joined:
+        for key, joined in gist.joined:
             members = len(self._scopes[key[0]])
-            self._is_odd |= count != members
+            self._is_odd |= joined != members
             left = self._joined[key] = self._joined.get(key, members) - 1
             if not left:
                 del self._joined[key]
+
+    def _look_up(self, name: str, program: _Program, shape: Shape) -> None:
+        """Whether a shape was judged before, where it is not the last that was looked up."""
+        if not self._shapes.knows(program, shape):
+            # Where the caller does the rest, it is told after the epoch's end, line by line.
+            self._is_odd |= _done(shape) != program
+            self.unknown.setdefault((program, shape), name)
 
 
 def _done(shape: Shape) -> _Program:
@@ -138,15 +172,15 @@ def _done(shape: Shape) -> _Program:
 
 
 class _Fence:
-    """One fence instance: who came, who passed with which ticket, and what was judged."""
+    """One fence instance: who came and passed, with which ticket, and what was judged."""
 
-    __slots__ = ("came", "judged", "ticket", "went")
+    __slots__ = ("came", "judged", "members", "ticket")
 
-    def __init__(self) -> None:
+    def __init__(self, members: int) -> None:
+        self.members = members
         self.came: dict[str, tuple[int, int, object]] = {}
         self.judged: tuple[list[list[Any]], str] | None = None
         self.ticket: tuple[str, int] | None = None
-        self.went = 0
 
     def adds_up(self, members: frozenset[str]) -> bool:
         if self.judged is None or self.ticket is None or self.came.keys() != members:

@@ -181,6 +181,8 @@ class JournalAudit:
         rank.epoch = gist.epoch
         rank.last = Evidence(block.file, block.last)
         rank.status, rank.phase, rank.stopped = "ended", None, False
+        if self.conformance is not None:
+            self.conformance.whole_epoch()
         self.at += gist.length
         self.audit.events += gist.length
 

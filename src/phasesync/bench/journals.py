@@ -146,7 +146,7 @@ def _fence(
     where: dict[str, Any] = {"fence": fence, "scope": name, "generation": generation}
     judged = []
     for each in came:
-        seq = each.say("fence.arrive", status="ok", free_bytes=1 << 30, **where)
+        seq = each.say("fence.arrive", **where, status="ok", free_bytes=1 << 30)
         judged.append([f"trainer/{each.number}", 0, "ok", seq, 1 << 30])
     judged.sort(key=lambda row: int(str(row[0]).split("/")[1]))
     ticket = {
@@ -162,8 +162,8 @@ def _fence(
         each.now = now + 50_000 + 100 * order
         each.ticket = ticket
         if each is came[-1]:
-            each.say("fence.decide", verdict="open", judged=judged, **where)
-        each.say("fence.pass", arrival=order, ticket=ticket, duration_s=0.00005, **where)
+            each.say("fence.decide", **where, verdict="open", judged=judged)
+        each.say("fence.pass", **where, arrival=order, ticket=ticket, duration_s=0.00005)
 
 
 def write(folder: Path, ranks: int, epochs: int, size: int = 2, hosts: int = 1) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
 from phasesync.audit.gist import Block, Gist, gist_of
+from phasesync.audit.templates import Guess, Templates
 from phasesync.core.wire import JsonError, decode
 from phasesync.logs.lines import (
     LINE_MAX,
@@ -29,6 +30,7 @@ __all__ = ("Place", "blocks_of", "kept", "reread")
 _LINES_MAX: Final = 1 << 16
 _BYTES_MAX: Final = 16 << 20
 _PIECE: Final = 1 << 15
+_MARK: Final = b'\n{"event":"epoch.'
 _BEGINS: Final = b'{"event":"epoch.begin"'
 _ENDS: Final = b'{"event":"epoch.end"'
 _PART: Final = b'{"event":"journal.part"'
@@ -42,23 +44,28 @@ class Place(NamedTuple):
     lines: int
 
 
-def blocks_of(files: Sequence[tuple[Path, str]], start: Place | None = None) -> Iterator[Block]:
-    """The blocks of a chain of files, from `start` on.
+def blocks_of(
+    files: Sequence[tuple[Path, str]],
+    start: Place | None = None,
+    templates: Templates | None = None,
+) -> Iterator[Block]:
+    """The blocks of a chain of files, from `start` on; one process has one set of templates.
 
     Raises:
         LogError: a file cannot be opened, or needs a package that is not installed.
     """
+    known = templates if templates is not None else Templates()
     for number, (path, name) in enumerate(files):
         if start is None or number > start.file:
-            yield from _in_file(path, name, Place(number, 0, 0))
+            yield from _in_file(path, name, Place(number, 0, 0), known)
         elif number == start.file:
-            yield from _in_file(path, name, start)
+            yield from _in_file(path, name, start, known)
 
 
-def _in_file(path: Path, name: str, start: Place) -> Iterator[Block]:
+def _in_file(path: Path, name: str, start: Place, templates: Templates) -> Iterator[Block]:
     place = start
     with open_log(path, start.offset) as stream:
-        for block in _read_to(stream, _by_marks(stream, name, start)):
+        for block in _read_to(stream, _by_marks(stream, name, start, templates)):
             yield block
             place = Place(place.file, block.place.offset + block.size, block.last)
     with open_log(path, place.offset) as stream:
@@ -75,14 +82,24 @@ def _read_to(stream: IO[bytes], blocks: Iterator[Block]) -> Iterator[Block]:
 # ------------------------------------------------------------------------------ by first bytes
 
 
-def _by_marks(stream: IO[bytes], name: str, start: Place) -> Iterator[Block]:
+def _by_marks(stream: IO[bytes], name: str, start: Place, templates: Templates) -> Iterator[Block]:
     """Blocks up to the last `epoch.end` or `epoch.begin`; the rest is cut by lines."""
-    file, offset, number = start
-    text, at, count = b"", 0, 0
+    place, guess = start, templates.of_one()
+    text, begin, looked = b"", 0, 0  # What was read, where the next block begins in it.
     while True:
-        end = text.find(b"\n", at)
-        if end < 0:
-            if len(text) > _BYTES_MAX:
+        at = text.find(_MARK, looked)
+        whole = at >= 0 and text.startswith(_ENDS, at + 1)
+        if at >= 0 and not whole and not text.startswith(_BEGINS, at + 1):
+            if len(text) - at > len(_ENDS):
+                looked = at + 1  # An event of another name.
+                continue
+            at = -1
+        cut = (text.find(b"\n", at + 1) if whole else at) + 1
+        if at >= 0 and not whole and cut == begin:
+            looked = cut  # Where this block begins itself.
+            continue
+        if at < 0 or not cut:
+            if len(text) - begin > _BYTES_MAX:
                 return
             try:
                 piece = stream.read(_PIECE)
@@ -90,35 +107,48 @@ def _by_marks(stream: IO[bytes], name: str, start: Place) -> Iterator[Block]:
                 return
             if not piece:
                 return
-            text += piece
+            looked = max(0, (max(looked, len(text) - len(_ENDS)) if at < 0 else at) - begin)
+            text, begin = text[begin:] + piece, 0
             continue
-        whole = text.startswith(_ENDS, at)
-        if not whole and not (at and text.startswith(_BEGINS, at)):
-            at, count = end + 1, count + 1
-            continue
-        cut = end + 1 if whole else at
-        block = _block(name, Place(file, offset, number), text[:cut], count + whole, whole=whole)
-        text, at, count = text[cut:], 0, 0
-        offset, number = offset + cut, block.last
+        block = _block(name, place, text[begin:cut], guess, whole=whole)
         yield block
+        begin, looked = cut, max(cut - 1, 0)
+        if begin == len(text):
+            text, begin, looked = b"", 0, 0
+        place = Place(place.file, block.place.offset + block.size, block.last)
 
 
-def _block(name: str, place: Place, text: bytes, count: int, *, whole: bool) -> Block:
-    """One block of `count` whole lines."""
+def _block(name: str, place: Place, text: bytes, guess: Guess, *, whole: bool) -> Block:
+    """One block of whole lines."""
     first: dict[str, Any] = {}
     gist: Gist | None = None
+    if whole and text.startswith(_BEGINS) and len(text) <= LINE_MAX:
+        gist = guess.gist(text)
+        if gist is not None:
+            return _known(name, place, text, gist)
+    count = text.count(b"\n")
     if text.startswith((_BEGINS, _PART)):
         try:
             if whole and len(text) <= LINE_MAX:
                 lines = decode(b"[" + text[:-1].replace(b"\n", b",") + b"]")
                 first = lines[0]
                 gist = gist_of(lines) if len(lines) == count else None
+                if gist is not None:
+                    guess.learn(text, lines, gist)
             else:
                 first = decode(text[: text.index(b"\n")])
         except (JsonError, RecursionError):
             first = {}
     lines_of = partial(kept, name, place.lines + 1, text)
     return _made(name, place, (count, len(text)), first, gist, lines_of)
+
+
+def _known(name: str, place: Place, text: bytes, gist: Gist) -> Block:
+    """An epoch that is written like one before."""
+    last = place.lines + gist.length
+    lines_of = partial(kept, name, place.lines + 1, text)
+    epoch, version = gist.epoch, gist.version
+    return Block(name, gist.length, len(text), lines_of, epoch, version, gist, last, None, place)
 
 
 def _made(

@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from phasesync.audit.gist import Block, Gist, RankLog
+from phasesync.audit.gist import Block, Gist, RankLog, Shape, shared
+from phasesync.audit.templates import Templates
 from phasesync.errors import LogError
 from phasesync.logs.blocks import Place, blocks_of, kept, reread
-from phasesync.logs.reader import frames, send
+from phasesync.logs.reader import SHAPE, frames, send
 from phasesync.logs.sources import Source, chains
 
 __all__ = ("reading",)
@@ -25,6 +26,7 @@ __all__ = ("reading",)
 _MUCH: Final = 64 << 20  # bytes; below, a second process costs more than it brings
 _PACKED: Final = 8  # how much larger a compressed journal is than its file
 _APART: Final = 256  # blocks a reader may be ahead of what was asked for
+_PIPE: Final = 1 << 20  # bytes; a reader is that far ahead of who judges
 _JUDGE: Final = 0.3  # of a reader's work on a file is what its judging costs
 _START: Final = "import sys; sys.path[:] = {path!r}; from phasesync.logs.reader import main; main()"
 
@@ -56,9 +58,11 @@ def reading(
                 rank, chain = own[at]
                 blocks = reader.blocks(number, chain)
                 found[at] = RankLog(rank, _told(blocks, chain, progress), partial(_again, chain))
+        templates = Templates()
         for at in shares[0]:
             rank, chain = own[at]
-            found[at] = RankLog(rank, _told(blocks_of(chain), chain, progress))
+            blocks = blocks_of(chain, templates=templates)
+            found[at] = RankLog(rank, _told(blocks, chain, progress))
         yield [each for each in found if each is not None]
 
 
@@ -136,6 +140,7 @@ class _Reader:
 
     def __init__(self, share: Sequence[_Files]) -> None:
         self._waiting: list[deque[Any]] = [deque() for _ in share]
+        self._shapes: list[Shape] = []
         self._held = 0
         self._frames: Iterator[Any] = iter(())
         self._process: subprocess.Popen[bytes] | None = None
@@ -146,6 +151,7 @@ class _Reader:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
+                pipesize=_PIPE,
                 start_new_session=True,  # An interrupt is this process's, which then ends it.
             )
             assert self._process.stdin is not None
@@ -168,7 +174,7 @@ class _Reader:
             if plain is None:
                 return
             at = Place(*plain[0])
-            yield _block(chain, at, plain)
+            yield _block(chain, at, plain, self._shapes)
         rest = blocks_of(chain, at)
         if at is not None:
             next(rest, None)
@@ -184,7 +190,9 @@ class _Reader:
             return False
         if isinstance(frame, str):
             raise LogError(frame)
-        for number, found in frame:
+        new, blocks = frame
+        self._shapes += map(shared, new)
+        for number, found in blocks:
             self._waiting[number].extend(found)
             self._held += len(found)
         return True
@@ -201,7 +209,7 @@ class _Reader:
                 stream.close()
 
 
-def _block(chain: _Files, at: Place, plain: tuple[Any, ...]) -> Block:
+def _block(chain: _Files, at: Place, plain: tuple[Any, ...], shapes: Sequence[Shape]) -> Block:
     _, count, size, epoch, version, after, last, gist, text, read = plain
     return Block(
         file=chain[at.file][1],
@@ -212,9 +220,13 @@ def _block(chain: _Files, at: Place, plain: tuple[Any, ...]) -> Block:
         else partial(reread, chain, at, count),
         epoch=epoch,
         version=version,
-        gist=Gist(*gist) if gist is not None else None,
+        gist=_gist(gist, shapes) if gist is not None else None,
         last=last,
         after=after,
         place=at,
         read=read,
     )
+
+
+def _gist(plain: tuple[Any, ...], shapes: Sequence[Shape]) -> Gist:
+    return Gist._make((*plain[:SHAPE], shapes[plain[SHAPE]], *plain[SHAPE + 1 :]))

@@ -11,11 +11,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
-from phasesync.audit.gist import Block
+from phasesync.audit.gist import Block, Gist, Shape
+from phasesync.audit.templates import Templates
 from phasesync.errors import PhasesyncError
 from phasesync.logs.blocks import blocks_of
 
-__all__ = ("frames", "main", "send")
+__all__ = ("SHAPE", "frames", "main", "send")
+
+SHAPE: Final = Gist._fields.index("shape")  # where a gist has it; on the pipe it is a number
 
 _CHAINS: Final = 32  # a frame; the judge works on one while the next is read
 _SMALL: Final = 8  # lines of a block that is sent whole
@@ -49,16 +52,18 @@ def main() -> None:
 
 
 def _serve(chains: Iterable[Iterable[tuple[str, str]]], out: IO[bytes]) -> None:
+    templates = Templates()
     live: dict[int, Iterator[Block]] = {
-        number: blocks_of([(Path(path), name) for path, name in files])
+        number: blocks_of([(Path(path), name) for path, name in files], templates=templates)
         for number, files in enumerate(chains)
     }
+    shapes = _Shapes()
     while live:
         frame: list[tuple[int, list[Any]]] = []
         for number in list(live):
             found: list[Any] = []
             for block in live[number]:
-                found.append(_plain(block))
+                found.append(_plain(block, shapes))
                 if block.epoch is not None:
                     break
             else:
@@ -66,17 +71,42 @@ def _serve(chains: Iterable[Iterable[tuple[str, str]]], out: IO[bytes]) -> None:
                 found.append(None)
             frame.append((number, found))
             if len(frame) == _CHAINS:
-                send(out, frame)
+                send(out, (shapes.new(), frame))
                 frame = []
-        send(out, frame)
+        send(out, (shapes.new(), frame))
 
 
-def _plain(block: Block) -> tuple[Any, ...]:
+class _Shapes:
+    """Shapes of epochs by number, each told once: ranks by the thousand have the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, Shape]] = {}
+        self._new: list[Shape] = []
+        self._count = 0
+
+    def number(self, shape: Shape) -> int:
+        known = self._known.get(id(shape))
+        if known is None:
+            known = self._known[id(shape)] = (self._count, shape)  # Held, so that its id is its.
+            self._new.append(shape)
+            self._count += 1
+        return known[0]
+
+    def new(self) -> list[Shape]:
+        """Those that were not told yet, in the order of their numbers."""
+        new, self._new = self._new, []
+        return new
+
+
+def _plain(block: Block, shapes: _Shapes) -> tuple[Any, ...]:
     text = block.lines.args[2] if block.length <= _SMALL else None  # type: ignore[attr-defined]
     if type(text) is not bytes or len(text) > _SMALL_BYTES:
         text = None
     gist = block.gist
+    told: tuple[Any, ...] | None = None
+    if gist is not None:
+        told = (*gist[:SHAPE], shapes.number(gist.shape), *gist[SHAPE + 1 :])
     return (
         tuple(block.place), block.length, block.size, block.epoch, block.version, block.after,
-        block.last, tuple(gist) if gist is not None else None, text, block.read,
+        block.last, told, text, block.read,
     )  # fmt: skip
