@@ -3,17 +3,21 @@
 import asyncio
 import random
 import re
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phasesync.audit.gist import gist_of
+from phasesync.audit.journals import JournalAudit
 from phasesync.audit.replay import _Rounds
 from phasesync.audit.templates import Guess, Templates
 from phasesync.core.wire import JsonError, decode
 from phasesync.report.audit import audit_paths
+from tests.audit.joined import run_joined
 from tests.bench.audit_fuzz import MUTATIONS
 from tests.bench.journal_maker import make
 from tests.runtime.world import World
@@ -37,7 +41,7 @@ VALUES = (
 
 
 def epochs_of(data: bytes) -> list[bytes]:
-    """The epochs of one journal, each from its `epoch.begin` to its `epoch.end`."""
+    """The epochs of one journal, each up to the next."""
     begins = (
         rb'(?m)^\{"event":"epoch\.begin".*\n(?:(?!\{"event":"epoch).*\n)*\{"event":"epoch\.end".*\n'
     )
@@ -58,6 +62,11 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, ...]:
     folder = tmp_path_factory.mktemp("real")
     asyncio.run(World(2, folder, epochs=12).go())
     return tuple(path.read_bytes() for path in sorted(folder.rglob("*.jsonl")))
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_joined(tmp_path_factory.mktemp("joined"), 4, 12)
 
 
 def learned(texts: list[bytes]) -> Guess:
@@ -106,9 +115,9 @@ def lines_moved(chance: random.Random, text: bytes) -> bytes:
 
 @pytest.mark.parametrize("how", [scribble, other_value, field_twice, lines_moved])
 def test_a_template_takes_nothing_that_its_lines_would_not_say(
-    how: Callable[[random.Random, bytes], bytes], real: tuple[bytes, ...]
+    how: Callable[[random.Random, bytes], bytes], real: tuple[bytes, ...], joined: Path
 ) -> None:
-    for of in (journals(), real):
+    for of in (journals(), real, [path.read_bytes() for path in joined.iterdir()]):
         texts = [text for data in of for text in epochs_of(data)]
         guess = learned(texts)
         chance = random.Random(5)
@@ -126,6 +135,38 @@ def audited(folder: Path) -> tuple[object, ...]:
     if answer.verdict == "inconclusive":
         return answer.verdict, answer.guilty
     return answer.verdict, answer.rule, answer.guilty, answer.epoch, answer.because, answer.evidence
+
+
+def test_what_the_caller_does_after_an_epoch_is_taken_as_a_whole_with_it(
+    joined: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed = []
+    feed = JournalAudit.feed
+
+    def counted(self: JournalAudit, file: str, number: int, line: dict[str, Any]) -> None:
+        fed.append(file)
+        feed(self, file, number, line)
+
+    monkeypatch.setattr(JournalAudit, "feed", counted)
+    (answer,) = audit_paths([joined])
+    lines = sum(path.read_bytes().count(b"\n") for path in joined.iterdir())
+    assert (answer.verdict, answer.events >= 0.9 * lines) == ("ok", True)
+    assert len(fed) < 0.25 * lines
+
+
+@pytest.mark.parametrize("epoch", [1, 6, 11])
+def test_a_caller_who_did_not_join_all_is_found_in_any_epoch(
+    joined: Path, tmp_path: Path, epoch: int
+) -> None:
+    run = Path(shutil.copytree(joined, tmp_path / "run"))
+    path = run / "trainer-1.0.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    own = b'"epoch":%d,' % epoch
+    gone = [b'"rollout_over"' in line and own in line for line in lines]
+    assert sum(gone) == 2
+    path.write_bytes(b"".join(line for line, left in zip(lines, gone, strict=True) if not left))
+    (answer,) = audit_paths([run])
+    assert answer.verdict != "ok"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -128,7 +128,7 @@ def _same(fields: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, .
 def _gist(lines: Sequence[Mapping[str, Any]]) -> Gist | None:
     first = lines[0]
     seq = first["seq"]
-    if first["event"] != "epoch.begin" or lines[-1]["event"] != "epoch.end":
+    if first["event"] != "epoch.begin" or not _is_ended(lines):
         return None
     version = first.get("version", first["epoch"])
     if first["level"] != "info" or not type(seq) is type(first["epoch"]) is type(version) is int:
@@ -196,6 +196,16 @@ def _gist(lines: Sequence[Mapping[str, Any]]) -> Gist | None:
         joined=tuple(joined),
         clock=_clock(came, went),
     )
+
+
+def _is_ended(lines: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether nothing follows the epoch's end but what its caller did: that is told afterwards."""
+    for line in reversed(lines):
+        if line["event"] == "epoch.end":
+            return True
+        if line.get("caller") != "outside":
+            return False
+    return False
 
 
 @lru_cache(maxsize=1024)

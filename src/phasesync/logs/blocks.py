@@ -33,6 +33,8 @@ _PIECE: Final = 1 << 15
 _MARK: Final = b'\n{"event":"epoch.'
 _BEGINS: Final = b'{"event":"epoch.begin"'
 _ENDS: Final = b'{"event":"epoch.end"'
+_STARTS: Final = b'{"event":"phase.start"'
+_ARRIVES: Final = b'{"event":"fence.arrive"'
 _PART: Final = b'{"event":"journal.part"'
 
 
@@ -85,37 +87,51 @@ def _read_to(stream: IO[bytes], blocks: Iterator[Block]) -> Iterator[Block]:
 def _by_marks(stream: IO[bytes], name: str, start: Place, templates: Templates) -> Iterator[Block]:
     """Blocks up to the last `epoch.end` or `epoch.begin`; the rest is cut by lines."""
     place, guess = start, templates.of_one()
-    text, begin, looked = b"", 0, 0  # What was read, where the next block begins in it.
+    text, begin, looked, is_over = b"", 0, 0, False
     while True:
-        at = text.find(_MARK, looked)
-        whole = at >= 0 and text.startswith(_ENDS, at + 1)
-        if at >= 0 and not whole and not text.startswith(_BEGINS, at + 1):
-            if len(text) - at > len(_ENDS):
-                looked = at + 1  # An event of another name.
-                continue
-            at = -1
-        cut = (text.find(b"\n", at + 1) if whole else at) + 1
-        if at >= 0 and not whole and cut == begin:
-            looked = cut  # Where this block begins itself.
-            continue
-        if at < 0 or not cut:
-            if len(text) - begin > _BYTES_MAX:
+        found = _next(text, begin, looked, is_over=is_over)
+        if isinstance(found, int):
+            if is_over or len(text) - begin > _BYTES_MAX:
                 return
             try:
                 piece = stream.read(_PIECE)
             except Exception:  # Whatever it is, reading by lines comes to it again and says it.
                 return
-            if not piece:
-                return
-            looked = max(0, (max(looked, len(text) - len(_ENDS)) if at < 0 else at) - begin)
-            text, begin = text[begin:] + piece, 0
+            is_over = not piece
+            text, begin, looked = text[begin:] + piece, 0, found - begin
             continue
+        cut, whole = found
         block = _block(name, place, text[begin:cut], guess, whole=whole)
         yield block
         begin, looked = cut, max(cut - 1, 0)
         if begin == len(text):
             text, begin, looked = b"", 0, 0
         place = Place(place.file, block.place.offset + block.size, block.last)
+
+
+def _next(text: bytes, begin: int, looked: int, *, is_over: bool) -> tuple[int, bool] | int:
+    """Where the block from `begin` on ends, and whether it is of an epoch that ended; from where
+    on to look once more has been read, where that is not known yet.
+    """
+    while (at := text.find(_MARK, looked)) >= 0:
+        if text.startswith(_BEGINS, at + 1):
+            if at + 1 != begin:
+                return at + 1, False
+        elif text.startswith(_ENDS, at + 1):
+            cut = text.find(b"\n", at + 1) + 1
+            if not cut or (len(text) - cut < len(_ARRIVES) and not is_over):
+                return at
+            if not text.startswith((_STARTS, _ARRIVES), cut):
+                return cut, True
+            # The caller has done the rest of the epoch, and that is told before the next one.
+            rest = text.find(_MARK, cut)
+            if rest >= 0 and text.startswith(_BEGINS, rest + 1):
+                return rest + 1, True
+            return (cut, True) if is_over or 0 <= rest < len(text) - len(_ENDS) else at
+        elif len(text) - at <= len(_ENDS) and not is_over:
+            return at
+        looked = at + 1
+    return max(begin, looked, len(text) - len(_ENDS))
 
 
 def _block(name: str, place: Place, text: bytes, guess: Guess, *, whole: bool) -> Block:

@@ -164,9 +164,9 @@ def open_log(path: Path, offset: int = 0) -> IO[bytes]:
             file = path.open("rb")
             stream = _packed(gzip.GzipFile(fileobj=file, mode="rb"), file)
         elif path.name.endswith(".zst"):
-            reader = zstandard(path).ZstdDecompressor().stream_reader
+            packer = zstandard(path).ZstdDecompressor()
             file = path.open("rb")
-            stream = _packed(reader(file), file)
+            stream = _packed(packer.stream_reader(file, read_across_frames=True), file)
         else:
             stream = path.open("rb")
             stream.seek(offset)
