@@ -4,6 +4,7 @@ PhasesyncError
 ├── InputError           the user: a file, an option or an argument is wrong (exit 2)
 │   ├── ProtocolError    the author of a protocol file; carries file:line:column
 │   ├── PlanError        who starts the run: options, members, placement
+│   │   └── PlanChanged  a rank no longer goes by the plan that its peers go by
 │   └── LogError         who hands us a log that is not one
 ├── Refused              the caller: an event that the protocol does not allow now
 │   ├── EpochOrderError  re-entered, skipped or unfinished epoch; two runners for one rank
@@ -39,6 +40,7 @@ __all__ = (
     "InputError",
     "LogError",
     "PhasesyncError",
+    "PlanChanged",
     "PlanError",
     "ProtocolError",
     "RankLost",
@@ -59,6 +61,10 @@ class InputError(PhasesyncError):
 
 class PlanError(InputError):
     """Options, members or placement do not make a plan."""
+
+
+class PlanChanged(PlanError):
+    """A rank no longer goes by the plan that it has agreed to; between two epochs it left."""
 
 
 class LogError(InputError):

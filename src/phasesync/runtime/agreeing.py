@@ -71,7 +71,7 @@ async def agree(walk: Walk, resolved: Callable[..., Plan], device: str, deadline
 
 async def tell_unready(
     transport: FenceTransport,
-    error: BaseException,
+    error: BaseException | RootCause,
     *,
     rank: Rank,
     members: tuple[Rank, ...],
@@ -82,8 +82,10 @@ async def tell_unready(
     """Tell all `members` that `rank` has no plan, and why: their fence `plan` breaks at once.
 
     For whoever makes a `RankRunner` and fails at it: the peers wait for this rank all the same.
+    The reason may be somebody else's: a rank that stays where a peer has gone on alone says so.
     """
-    cause = replace(own_cause(rank, error), fence=PLAN)
+    own = error if isinstance(error, RootCause) else own_cause(rank, error)
+    cause = replace(own, fence=PLAN)
     call = FenceCall(
         key=FenceKey(run, attempt, WORLD, 0),
         fence=PLAN,

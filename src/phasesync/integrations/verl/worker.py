@@ -12,8 +12,8 @@ import warnings
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from phasesync.core.model import OptionValue, Rank, RoleName
-from phasesync.errors import PlanError
+from phasesync.core.model import OptionValue, Rank, RoleName, RootCause
+from phasesync.errors import EpochFailed, PlanChanged
 from phasesync.fences.base import FenceTransport
 from phasesync.integrations.verl.naive import NaiveSync
 from phasesync.integrations.verl.observer import Observer
@@ -74,11 +74,17 @@ class Worker:
         Raises:
             EpochFailed: it failed somewhere; the same root cause on every rank.
         """
-        if not self._gave_up and not await self._ready():
-            self._gave_up = True
-        if self._gave_up:
-            await self._stock(self._worker, global_steps=global_steps, mode="naive")
-            return
+        if not self._gave_up and await self._ready():
+            try:
+                await self._fenced(global_steps)
+                return
+            except EpochFailed as failed:
+                if not await self._stays_behind(failed):
+                    raise
+                self._gives_up(failed)
+        await self._stock(self._worker, global_steps=global_steps, mode="naive")
+
+    async def _fenced(self, global_steps: Any) -> None:
         assert self._runner is not None
         assert self._sync is not None
         self._module.set_expandable_segments(False)
@@ -89,6 +95,24 @@ class Worker:
         finally:
             self._sync.drop()
             self._module.set_expandable_segments(True)
+
+    async def _stays_behind(self, failed: EpochFailed) -> bool:
+        """Where a peer has left the plan alone, tell it so, at the fence where it waits for all.
+
+        Nothing was mapped by then, and the next sync begins with a new plan for everybody. True
+        where the user chose verl's own body for a start that fails: the peer's has failed too.
+        """
+        if failed.cause.error_type != PlanChanged.__name__ or self._runner is None:
+            return False
+        runner, self._runner = self._runner, None
+        await runner.close(failed)
+        await self._tell(failed.cause)
+        return self._settings.on_start_failure == "stock"
+
+    def _gives_up(self, error: Exception) -> None:
+        self._gave_up = True
+        why = f"phasesync does not start ({error}); verl's own update_weights runs instead"
+        warnings.warn(why, RuntimeWarning, stacklevel=3)
 
     def _version_of(self, global_steps: Any) -> int:
         """verl's step, where it says one: the weights' version, on which all ranks must agree."""
@@ -108,8 +132,7 @@ class Worker:
         except Exception as error:
             if self._settings.on_start_failure != "stock":
                 raise
-            why = f"phasesync does not start ({error}); verl's own update_weights runs instead"
-            warnings.warn(why, RuntimeWarning, stacklevel=2)
+            self._gives_up(error)
             return False
         return True
 
@@ -122,13 +145,14 @@ class Worker:
             groups = replicas(self._worker, ranks)
             told = ({**options_of(self._worker, groups), **self._settings.options}, groups)
         except Exception as error:
-            await self._leave(error)
+            unread = f"its configuration cannot be used any more: {error}"
+            await self._leave(PlanChanged(unread))
             await self._tell(error)
             raise
         if self._runner is not None:
             if told == self._told:
                 return
-            await self._leave(PlanError(_changed(self._told, told)))
+            await self._leave(PlanChanged(_changed(self._told, told)))
         try:
             runner, sync = self._make(*told)
         except Exception as error:
@@ -185,7 +209,7 @@ class Worker:
         if runner is not None:
             await runner.withdraw(error)
 
-    async def _tell(self, error: Exception) -> None:
+    async def _tell(self, error: Exception | RootCause) -> None:
         """This rank has no plan: its peers hear why, where they would have waited for it."""
         fences = self._fences()
         attempt = _attempt() + self._plans
