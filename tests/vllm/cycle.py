@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from phasesync.core.fence import judged_list, ticket_hash
 from phasesync.core.model import (
     Arrival,
     Digest,
@@ -43,22 +44,22 @@ class Fences:
         incarnation: int = 1,
     ) -> Ticket:
         self.generation += 1
-        ticket = Ticket(
-            key=FenceKey("run", attempt, scope, self.generation),
-            fence=FenceName(fence),
-            epoch=Epoch(epoch),
-            count=1,
-            hash=f"{self.generation:064x}",
-        )
         leader = Arrival(
             rank=LEADER,
             incarnation=incarnation,
             nonce="",
-            fence=ticket.fence,
-            epoch=ticket.epoch,
+            fence=FenceName(fence),
+            epoch=Epoch(epoch),
             version=Version(epoch),
             digest=Digest(""),
-            seq=0,
+            seq=self.generation,
+        )
+        ticket = Ticket(
+            key=FenceKey("run", attempt, scope, self.generation),
+            fence=leader.fence,
+            epoch=leader.epoch,
+            count=1,
+            hash=ticket_hash(judged_list((leader,))),
         )
         opened = Opened(ticket=ticket, arrivals=(leader,))
         self.table.record(opened)

@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 
 from phasesync.core import wire
+from phasesync.core.fence import judged_list
 from phasesync.core.model import Opened, Ticket, Version
 from phasesync.engines.tickets import TICKET_HEADER, ticket_text
 from phasesync.engines.vllm import Rpc, VllmEngine
 from phasesync.errors import EngineError, EngineRefused
+from phasesync.journal import Journal
 
 from .conftest import PROMPT, Models
-from .cycle import Fences, colocated_epoch
+from .cycle import LEADER, Fences, colocated_epoch
 from .sender import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -39,9 +41,10 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.model = folder
-        self.verdicts = log.with_name("verdicts.jsonl")
-        self.verdicts.touch()
-        settings = dict(os.environ, VERDICTS=str(self.verdicts), PYTHONPATH=str(ROOT))
+        self.journal = Journal(log.with_name("runs"), run="run", rank=LEADER, ranks=1)
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        settings = dict(os.environ, PYTHONPATH=os.pathsep.join(paths))
+        settings["PHASESYNC_RUNS"] = str(log.with_name("runs"))
         arguments = {
             "--model": folder,
             "--served-model-name": "tiny",
@@ -87,8 +90,17 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def opened(self, verdict: Opened) -> None:
-        with self.verdicts.open("a") as out:
-            out.write(ticket_text(verdict.ticket) + "\n")
+        ticket = verdict.ticket
+        self.journal.write(
+            "fence.decide",
+            fence=ticket.fence,
+            epoch=ticket.epoch,
+            attempt=ticket.key.attempt,
+            scope=ticket.key.scope,
+            generation=ticket.key.generation,
+            verdict="open",
+            judged=judged_list(verdict.arrivals),
+        )
 
     def post(self, path: str, body: object = None, ticket: Ticket | None = None) -> tuple[int, Any]:
         """A request as anybody may send it, past every port."""
@@ -172,6 +184,25 @@ def test_the_server_refuses_whoever_asks_and_goes_on_serving(
         {"status": "awake", "tags": ["kv_cache"]},
     )
     assert server.say(fences.open("ready_to_serve", 7)) == (200, models.say(2, PROMPT))
+
+
+def test_the_server_refuses_a_leader_that_was_replaced(server: Server, models: Models) -> None:
+    """Its ticket is genuine and of the epoch under way; who was judged tells that it is stale."""
+    fences = Fences(on_open=server.opened)
+    fences.generation = 1500
+    told = {"attempt": 0, "epoch": 8, "incarnations": {str(LEADER): 1}}
+    assert server.post("/phasesync/floor", told)[0] == 200
+    assert server.post("/sleep?level=1")[0] == 200
+    assert server.post("/wake_up?tags=weights")[0] == 200
+    for said, ticket in fences.bad("memory_released", 8, replaced=True).items():
+        status, answer = server.post("/wake_up?tags=kv_cache", ticket=ticket)
+        assert (status, said in str(answer)) == (409, True), answer
+    released = fences.open("memory_released", 8)
+    assert server.post("/wake_up?tags=kv_cache", ticket=released)[0] == 200
+    stale = fences.open("ready_to_serve", 8, incarnation=0)
+    status, answer = server.say(stale)
+    assert (status, "has been replaced" in str(answer)) == (409, True), answer
+    assert server.say(fences.open("ready_to_serve", 8)) == (200, models.say(2, PROMPT))
 
 
 def test_a_server_that_is_gone_leaves_the_outcome_unknown(server: Server, models: Models) -> None:
