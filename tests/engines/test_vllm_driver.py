@@ -1,7 +1,9 @@
 """`VllmEngine` over objects that have vLLM's methods and faults; the real one is in tests/vllm."""
 
 import asyncio
+import sys
 from collections.abc import Coroutine
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -211,3 +213,22 @@ def test_what_could_not_be_verified_is_listed() -> None:
     assert "how many ranks" in said
     assert "WorkerExtension" in said
     assert "no `verdicts`" in said
+
+
+def test_a_release_that_nobody_has_tried_is_said_once_and_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed = ModuleType("vllm")
+    installed.__version__ = "0.40.1"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", installed)
+    engine = VllmEngine(SyncSurface(simulated()), tickets=RULES)
+
+    async def story() -> tuple[str, ...]:
+        await engine.pause()
+        await engine.close()
+        return (await engine.status()).unverified
+
+    with pytest.warns(RuntimeWarning, match=r"vLLM 0\.40\.1 is not one of 0\.24 to 0\.33") as said:
+        listed = run(story())
+    assert len(said) == 1
+    assert str(said[0].message) in listed

@@ -8,6 +8,7 @@ are always named, idleness is made sure of first, and a resume is sent once.
 """
 
 import asyncio
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -86,9 +87,9 @@ class SglangDriver:
         if self._source == "tensor" and sizes[2] > 1:
             raise EngineError(f"{self.name} takes tensors only with dp_size 1, not {sizes[2]}")
         if self._release is None or not _known(self._release):
-            self._unverified.append(
-                f"{self.name} is not one of 0.5.12 to 0.5.23; its answers were not seen before"
-            )
+            why = f"{self.name} is not one of 0.5.12 to 0.5.23; its answers were not seen before"
+            self._unverified.append(why)
+            warnings.warn(why, RuntimeWarning, stacklevel=2)
         api = await self._http.call("GET", "/openapi.json")
         paths = api.body.get("paths", {}) if isinstance(api.body, dict) else {}
         self._has_sessions = "/begin_weight_update" in paths

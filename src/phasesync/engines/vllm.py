@@ -7,6 +7,7 @@ reported by no call. Signatures differ between releases, so each is looked up, n
 """
 
 import hashlib
+import warnings
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -147,10 +148,12 @@ class VllmDriver:
         if self._release is None:
             self._unverified.append("which vLLM this is; its calls were checked by name only")
         elif not self._release.startswith(tuple(f"{known}." for known in KNOWN)):
-            self._unverified.append(
+            why = (
                 f"vLLM {self._release} is not one of {KNOWN[0]} to {KNOWN[-1]}; its calls were "
                 "checked by name and parameter, their behaviour was not"
             )
+            self._unverified.append(why)
+            warnings.warn(why, RuntimeWarning, stacklevel=2)
 
     def _check_calls(self) -> None:
         missing = [
