@@ -85,7 +85,7 @@ $(VLLM)/.ready-$(PINS):
 test-verl: $(VERL)-0.8.0/.ready-$(PINS) $(VERL)-0.9.0/.ready-$(PINS) $(VERL)-0.9.1/.ready-$(PINS) $(VENVS)/skyrl/.ready-$(PINS)
 	@rm -f $(VERL)/table
 	PHASESYNC_TABLE=$(VERL)/table $(VERL)-0.8.0/bin/python -m pytest $(VERL_ARGS) tests/verl/test_ab.py \
-	  tests/verl/test_calls.py tests/verl/test_example.py $(TEST_ARGS)
+	  tests/verl/test_calls.py tests/verl/test_example.py tests/verl/test_surfaces.py $(TEST_ARGS)
 	PHASESYNC_TABLE=$(VERL)/table $(VERL)-0.9.0/bin/python -m pytest $(VERL_ARGS) tests/verl $(TEST_ARGS)
 	PHASESYNC_TABLE=$(VERL)/table $(VERL)-0.9.1/bin/python -m pytest $(VERL_ARGS) tests/verl \
 	  tests/integrations/test_nemo_rl.py $(TEST_ARGS)

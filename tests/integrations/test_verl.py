@@ -75,6 +75,31 @@ def test_a_failure_restores_segments_and_keeps_the_base_due(tmp_path: Path) -> N
     assert not any("kv_cache" in call for call in calls)
 
 
+@pytest.mark.parametrize("ends", ["raises", "is cancelled"])
+@pytest.mark.parametrize(
+    ("owner", "call"),
+    [
+        ("rollout", "resume"),
+        ("engine", "get_per_tensor_param"),
+        ("rollout", "update_weights"),
+        ("engine", "to"),
+    ],
+)
+def test_segments_are_expandable_again_on_every_way_out(
+    tmp_path: Path, owner: str, call: str, ends: str
+) -> None:
+    found, cls = installed(tmp_path)
+    made, _ = worker(cls, "plain")
+
+    def out(*_: Any, **named: Any) -> Any:
+        raise RuntimeError("boom") if ends == "raises" else asyncio.CancelledError
+
+    setattr(made.rollout if owner == "rollout" else made.actor.engine, call, out)
+    with pytest.raises((EpochFailed, asyncio.CancelledError)):
+        asyncio.run(made.update_weights(1))
+    assert found.segments == [False, True]
+
+
 def test_releases_that_do_not_fit_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

@@ -85,7 +85,10 @@ def worker(cls: type, case: str) -> tuple[Any, list[str]]:
         )
     )
     made.rollout = SimpleNamespace(
-        resume=resume, update_weights=update, release=release, sleep_level=1 if sglang else 2
+        resume=resume,
+        update_weights=update,
+        release=release,
+        sleep_level=1 if sglang and adapter is not None else 2,
     )
     made.config = SimpleNamespace(
         rollout=SimpleNamespace(

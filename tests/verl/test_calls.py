@@ -21,7 +21,15 @@ CASES = {
     "lora merged": Job(lora="merge"),
     "lora adapter": Job(lora="adapter"),
     "lora adapter on sglang": Job(lora="adapter", rollout={"name": "sglang"}, sleep_level=1),
+    "sglang": Job(rollout={"name": "sglang"}),
     "tensorrt-llm": Job(rollout={"name": "trtllm"}),
+    "prefill and decode apart": Job(
+        replica=1,
+        rollout={
+            "tensor_model_parallel_size": 1,
+            "disaggregation": {"enabled": True, "prefill_replicas": 1, "decode_replicas": 1},
+        },
+    ),
 }
 #: verl 0.9.0 resumes weights that an SGLang adapter has never released.
 MENDED_IN_091 = ("lora adapter on sglang",)
@@ -30,7 +38,7 @@ KEPT = Path(__file__).parent.parent / "data" / "verl" / f"calls-{verl.__version_
 
 @pytest.mark.parametrize("case", CASES)
 def test_engine_and_rollout_get_the_calls_of_stock(tmp_path: Path, case: str) -> None:
-    job = replace(CASES[case], ranks=2, replica=2, epochs=2)
+    job = replace(CASES[case], ranks=2, replica=min(CASES[case].replica, 2), epochs=2)
     stock = run(job, tmp_path / "stock", within_s=20)
     fenced = run(replace(job, mode="enforce"), tmp_path / "fenced", within_s=20)
     if case in MENDED_IN_091 and verl.__version__ < "0.9.1":

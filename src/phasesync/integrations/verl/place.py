@@ -19,6 +19,8 @@ from phasesync.integrations.verl.settings import Settings
 __all__ = ("TorchDevice", "lora_of", "meeting", "options_of", "replicas", "run_name")
 
 _RUN_KEY = "phasesync/verl/run"
+#: What a device's module raises where it lacks a call, or has no such device.
+_UNABLE = (AttributeError, RuntimeError, NotImplementedError, AssertionError)
 
 
 def meeting(worker: Any, settings: Settings) -> tuple[int, int, Any | None]:
@@ -198,7 +200,7 @@ class TorchDevice:
     def free_bytes(self) -> int | None:
         try:
             free, _ = self._of().mem_get_info()
-        except (AttributeError, RuntimeError, NotImplementedError, AssertionError):
+        except _UNABLE:
             return None
         return int(free)
 
@@ -208,7 +210,7 @@ def _name_of(device: Any, rank: int) -> str:
     try:
         current = device.current_device()
         uuid = getattr(device.get_device_properties(current), "uuid", None)
-    except (AttributeError, RuntimeError, NotImplementedError, AssertionError):
+    except _UNABLE:
         return f"cpu{rank}"
     if uuid is not None:
         return f"GPU-{uuid}"
