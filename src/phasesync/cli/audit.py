@@ -79,13 +79,17 @@ def _readable(paths: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     lines leave no doubt which.
     """
     from phasesync import logs
-    from phasesync.errors import LogError
+    from phasesync.errors import InputError, LogError
 
     try:
         with logs.unpacked([Path(path) for path in paths]) as shown:
             logs.sources(shown)
     except LogError as error:
-        foreign = _foreign([Path(path) for path in paths])
+        try:
+            foreign = _foreign([Path(path) for path in paths])
+        except InputError as other:
+            # Of a folder the first word stands; one file is best known by why it cannot be read.
+            raise (error if any(Path(path).is_dir() for path in paths) else other) from None
         if foreign is None:
             raise LogError(f"{error}; kinds: {_KINDS}") from None
     else:
@@ -166,12 +170,21 @@ def import_(
     from phasesync.importers import as_lines, import_logs
 
     lines = as_lines(import_logs(kind, files, mapping=mapping))
+    if len(lines) == 1:
+        _say_empty(kind, files, lines[0])
     text = b"".join(wire.encode(line) + b"\n" for line in lines).decode()
     if output is None:
         click.echo(text, nl=False)
         return
     write_text(output, text)
     click.echo(f"{output}: {len(lines) - 1} events; next: phasesync audit {output}")
+
+
+def _say_empty(kind: str, files: tuple[Path, ...], header: dict[str, Any]) -> None:
+    """Nothing of these files is of that system; what would have to be logged is in the header."""
+    named = ", ".join(map(str, files[:3]))
+    wanted = header.get("record_next") or ["another kind: the file may be of another system"]
+    click.echo(f"{named}: no line of {kind} here, the trace is empty; try {wanted[0]}", err=True)
 
 
 @click.command()

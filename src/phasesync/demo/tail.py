@@ -20,11 +20,23 @@ class Tail:
         """Lines that are new since the last look. A line still being written waits."""
         found: list[dict[str, Any]] = []
         for path in sorted(self._folder.glob("*.jsonl")):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                whole, newline, _ = file.read().rpartition(b"\n")
+            try:
+                with path.open("rb") as file:
+                    file.seek(self._read.get(path, 0))
+                    whole, newline, _ = file.read().rpartition(b"\n")
+            except FileNotFoundError:
+                continue  # Rotated away since it was listed.
             self._read[path] = self._read.get(path, 0) + len(whole) + len(newline)
-            found += [wire.decode(line) for line in whole.splitlines() if line]
+            found += filter(None, map(_line, whole.split(b"\n")))
         found.sort(key=lambda line: line["mono_ns"])
         self.lines += found
         return found
+
+
+def _line(raw: bytes) -> dict[str, Any] | None:
+    """What a line says; None where a full disk tore it off."""
+    try:
+        line = wire.decode(raw)
+    except wire.JsonError:
+        return None
+    return line if isinstance(line, dict) and "mono_ns" in line else None

@@ -50,6 +50,8 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(each for each in path.rglob("*") if each.is_file())
     if not path.is_file():
+        if path.exists():
+            raise InputError(f"{path}: a pipe or a device; copy what it gives to a file first")
         raise InputError(f"{path}: no such file or folder")
     return [path]
 

@@ -67,6 +67,8 @@ def sources(paths: Iterable[str | Path | Shown]) -> list[Source]:
                     "logs of other systems are read by: phasesync import"
                 )
             found.append(source)
+        elif path.exists():
+            raise LogError(f"{name}: a pipe or a device; copy what it gives to a file first")
         else:
             raise LogError(
                 f"{name}: no such file or folder; give a trace, a journal or a run folder"
