@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -94,13 +95,16 @@ async def _member_loop(place: Place, variants: Sequence[str], pipe: Connection) 
         except EOFError:
             break
         stamps = []
+        cpu_s = 0.0
         for _ in range(fences):
             await asyncio.sleep(chance.uniform(0, jitter_s))
+            used_s = time.process_time()
             entered = time.monotonic_ns()
             await made[name](counts[name])
             stamps.append((entered, time.monotonic_ns()))
+            cpu_s += time.process_time() - used_s
             counts[name] += 1
-        pipe.send(stamps)
+        pipe.send((stamps, cpu_s))
     os._exit(0)  # Neither gloo's threads nor a store that is gone may keep the process.
 
 
@@ -114,9 +118,15 @@ def call_of(place: Place, generation: int) -> FenceCall:
         epoch=Epoch(generation),
         version=Version(generation),
         digest=Digest("d" * 64),
-        members=tuple(Rank(RoleName("trainer"), n) for n in place.members),
+        members=_members(place),
         deadline_s=DEADLINE_S,
     )
+
+
+@lru_cache
+def _members(place: Place) -> tuple[Rank, ...]:
+    """Listed once, as the runtime does for a plan."""
+    return tuple(Rank(RoleName("trainer"), n) for n in place.members)
 
 
 def arrival_of(place: Place, call: FenceCall) -> Arrival:

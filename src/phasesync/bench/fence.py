@@ -33,7 +33,8 @@ START_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One variant at one size; costs in milliseconds. `foreign` is what others used meanwhile."""
+    """One variant at one size; costs in milliseconds. `cpu_us` is what a rank's process used of the
+    processor for one fence, its threads included; `foreign` what others used meanwhile."""
 
     variant: str
     size: int
@@ -45,6 +46,7 @@ class Row:
     most_ms: float
     early: int
     foreign: float
+    cpu_us: float = 0.0
 
 
 def can_measure(size: int) -> tuple[str, ...]:
@@ -220,15 +222,18 @@ def _take_turns(
     costs: dict[str, list[float]] = {name: [] for name in turns.variants}
     early = dict.fromkeys(turns.variants, 0)
     foreign: dict[str, list[float]] = {name: [] for name in turns.variants}
+    cpu_s: dict[str, list[float]] = {name: [] for name in turns.variants}
     jitter_s = (4e-3 + 0.3e-3 * turns.size) if turns.spread else 0.0
     for turn in range(turns.rounds + 1):
         for name in random.Random(turn).sample(turns.variants, len(turns.variants)):
             busy = _cpu_seconds(pids)
             for pipe in pipes:
                 pipe.send((name, turns.fences, jitter_s))
-            stamps = [pipe.recv() for pipe in pipes]
+            said = [pipe.recv() for pipe in pipes]
             if turn == 0:
                 continue  # Warm-up.
+            stamps = [each for each, _ in said]
+            cpu_s[name].append(sum(used_s for _, used_s in said) / len(said) / turns.fences)
             foreign[name].append(_foreign(busy, _cpu_seconds(pids)))
             for numbers in scopes:
                 for each in zip(*(stamps[number] for number in numbers), strict=True):
@@ -247,6 +252,7 @@ def _take_turns(
             most_ms=max(costs[name]),
             early=early[name],
             foreign=statistics.median(foreign[name]),
+            cpu_us=1e6 * statistics.median(cpu_s[name]),
         )
         for name in turns.variants
     ]
@@ -284,6 +290,14 @@ def table(rows: Sequence[Row]) -> str:
         cells = [by_place.get((name, size)) for size in sizes]
         shown = "".join(f"{f'{c.p50_ms:.2f} / {c.p99_ms:.2f}' if c else '-':>16}" for c in cells)
         lines.append(f"{name:<{width}}{shown}")
+    if any(row.cpu_us for row in rows):
+        lines.append("processor time of a rank for one fence, us")
+        for name in names:
+            cells = [by_place.get((name, size)) for size in sizes]
+            lines.append(
+                f"{name:<{width}}"
+                + "".join(f"{f'{c.cpu_us:.0f}' if c else '-':>16}" for c in cells)
+            )
     lines += _ratios(by_place, sizes, width)
     worst = max((row.foreign for row in rows), default=0.0)
     lines.append(f"p50 / p99 in ms, last arrival to last release; others used up to {worst:.0%}")

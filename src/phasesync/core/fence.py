@@ -85,6 +85,9 @@ def judge(
     `expired` says that the deadline has passed for somebody who waits; `seen`, what is known
     then of ranks that are missing (`alive`, `stopped`, `not connected`), for the report.
     """
+    arrivals = tuple(arrivals)
+    if (judged := _all_well(call, arrivals)) is not None:
+        return _opened(call, judged)
     heard = _without_retries(arrivals)
     first = _first_by_rank(heard)
     missing = missing_of(call, first)
@@ -101,22 +104,58 @@ def judge(
         return as_broken(call, cause, missing=missing)
     if missing:
         return Waiting(missing=missing)
-    judged = tuple(first[rank] for rank in sorted(call.members))
+    return _opened(call, tuple(first[rank] for rank in sorted(call.members)))
+
+
+def _all_well(call: FenceCall, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...] | None:
+    """The arrivals in rank order, if each member came once, all agree, and none is odd.
+
+    That is what nearly every fence comes to, and a look at each arrival is enough for it.
+    """
+    members = call.members
+    if len(arrivals) != len(members):
+        return None
+    first = arrivals[0] if arrivals else None
+    by_rank: dict[Rank, Arrival] = {}
+    for arrival in arrivals:
+        if (
+            first is None
+            or arrival.cause is not None
+            or arrival.digest != first.digest
+            or arrival.epoch != first.epoch
+            or arrival.version != first.version
+            or arrival.fence != first.fence
+        ):
+            return None
+        by_rank[arrival.rank] = arrival
+    if first is None or first.digest.startswith(FOREIGN) or len(by_rank) != len(members):
+        return None
+    try:
+        return tuple([by_rank[rank] for rank in sorted(members)])
+    except KeyError:
+        return None
+
+
+def _opened(call: FenceCall, judged: tuple[Arrival, ...]) -> Opened:
     ticket = Ticket(
         key=call.key,
         fence=call.fence,
         epoch=call.epoch,
         count=len(judged),
-        hash=ticket_hash(judged_list(judged)),
+        hash=ticket_hash(_rows(judged)),
     )
     return Opened(ticket=ticket, arrivals=judged)
 
 
 def judged_list(arrivals: Iterable[Arrival]) -> list[list[Any]]:
     """What a ticket's hash covers: rank, incarnation, status, seq, free bytes, in rank order."""
+    return _rows(sorted(arrivals, key=lambda a: a.rank))
+
+
+def _rows(arrivals: Iterable[Arrival]) -> list[list[Any]]:
     return [
-        [str(a.rank), a.incarnation, "ok" if a.ok else "failed", a.seq, a.free_bytes]
-        for a in sorted(arrivals, key=lambda a: a.rank)
+        [str(a.rank), a.incarnation, "ok" if a.cause is None else "failed", a.seq, a.free_bytes]
+        for a in arrivals
     ]
 
 

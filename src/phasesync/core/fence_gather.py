@@ -6,7 +6,6 @@ that it had, and so counts once.
 """
 
 from collections.abc import Callable, Iterator, Set
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from phasesync.core import wire
@@ -123,11 +122,10 @@ def passed_at_once(call: FenceCall, arrival: Arrival, word: Word) -> Passed | No
     """What a word means for an arrival, where that can be said without a look at the log."""
     order, judged, verdict, ruling = word
     if ruling is not None:
-        return Passed(verdict, replace(ruling, order=order, decided=True))
+        opened = Opened(ticket=ruling.ticket, arrivals=ruling.arrivals, order=order, decided=True)
+        return Passed(verdict, opened)
     if judged and not verdict.payload and verdict.broken is None:
-        opened = verdict.read_by(call)
-        assert isinstance(opened, Opened)
-        return Passed(verdict, replace(opened, order=order))
+        return Passed(verdict, Opened(ticket=verdict.ticket(call), order=order))
     answer = plainly(call, arrival, order, verdict)
     return None if answer is None else Passed(verdict, answer)
 

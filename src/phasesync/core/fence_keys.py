@@ -264,10 +264,13 @@ class Verdict:
                 missing=ranks_from_json(self.broken["missing"]),
                 decided=decided,
             )
-        ticket = Ticket(
+        return Opened(ticket=self.ticket(call), decided=decided)
+
+    def ticket(self, call: FenceCall) -> Ticket:
+        """What a verdict to open gives who passes."""
+        return Ticket(
             key=call.key, fence=call.fence, epoch=call.epoch, count=self.count, hash=self.hash
         )
-        return Opened(ticket=ticket, decided=decided)
 
 
 def writer(rank: Rank, incarnation: int) -> str:
