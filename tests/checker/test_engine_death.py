@@ -1,26 +1,19 @@
 """The process of an engine dies: its memory is lost, and the next call to it fails."""
 
+from dataclasses import replace
+
 import pytest
 
-from phasesync.checker import check
 from phasesync.checker.explicit import explore
 from phasesync.core.kernel import Event, Faults, Kind, Mapped, enabled, initial, mapped_of, step
 from phasesync.core.plan import Plan, resolve
 from phasesync.core.verdict import Holds, Violated
-from phasesync.errors import PlanError
 from phasesync.spec import load, loads
 
+from .pushed import replica
+
 DIES = Faults(most=1, engine=True)
-TEXT = """
-phasesync: 1
-protocol: pushed
-groups:
-  replica: {of: trainer, size: 2}
-roles:
-  trainer: {place: one per device}
-  engine:  {place: one per replica, driven_by: leader}
-resources:
-  weights: {owner: engine, content: version, start: {mapped: true}}
+TEXT = replica("""\
 phases:
   - load:  {by: leader, writes: {weights: replica}}
   - fence: loaded
@@ -28,7 +21,7 @@ phases:
   - serve: {needs: weights}
   - fence: served
     deadline_s: 60
-"""
+""")
 
 
 def pushed(last: str = "") -> Plan:
@@ -59,12 +52,23 @@ def test_who_fails_behind_the_last_fence_is_waited_for() -> None:
     assert any(event.kind is Kind.ENGINE for event in verdict.path)
 
 
-@pytest.mark.parametrize("name", ["basic", "colocated", "colocated_each"])
+@pytest.mark.parametrize("name", ["basic", "colocated", "colocated_each", "disagg_broadcast"])
 def test_shipped_protocols_survive_it(name: str) -> None:
     assert isinstance(explore(resolve(load(name), 2), DIES, 2)[0], Holds)
 
 
-@pytest.mark.parametrize("name", ["lost", "again", "mixed"])
-def test_faults_of_messages_are_named_with_where_they_are_covered(name: str) -> None:
-    with pytest.raises(PlanError, match=f"fault '{name}' is of messages.*(checker.messages|simul)"):
-        check(load("basic"), faults=f"crash,{name}")
+def test_symmetry_changes_no_verdict_and_sees_less() -> None:
+    plan = resolve(load("basic"), 3, {"replica_size": 3})
+    all_, few = (explore(plan, DIES, 1, symmetry=each) for each in (False, True))
+    assert isinstance(all_[0], Holds)
+    assert isinstance(few[0], Holds)
+    assert few[1].states < 0.6 * all_[1].states
+
+
+def test_a_recovery_that_no_fence_closes_leaves_a_controller_waiting() -> None:
+    """The leader cannot put its part back; its peer, who hears of nothing, begins without it."""
+    plan = resolve(load("disagg_broadcast"), 2)
+    opened = replace(plan, recover=tuple(steps[:-1] for steps in plan.recover))
+    verdict, _ = explore(opened, DIES, 2)
+    assert isinstance(verdict, Violated)
+    assert verdict.property == "deadlock"

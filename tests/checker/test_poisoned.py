@@ -8,17 +8,10 @@ from phasesync.core.plan import resolve
 from phasesync.core.verdict import Holds, Violated
 from phasesync.spec import load, loads
 
+from .pushed import replica
+
 TWICE = Faults(most=2, fail=True)
-TEXT = """
-phasesync: 1
-protocol: poison
-groups:
-  replica: {of: trainer, size: 2}
-roles:
-  trainer: {place: one per device}
-  engine:  {place: one per replica, driven_by: leader}
-resources:
-  weights: {owner: engine, content: version, start: {mapped: true}}
+TEXT = replica("""\
   params:  {owner: trainer}
 phases:
   - train: {acquires: params}
@@ -30,7 +23,7 @@ phases:
 recover:
   - reset:   {ensures: {params: start}}
   - reclaim: {by: leader, ensures: {weights: start}}
-"""
+""")
 CLOSED = "  - fence: reclaimed\n    deadline_s: 60\n"
 
 

@@ -58,6 +58,7 @@ class Alike:
         self._units: dict[tuple[int, int, _Forgets | None], int] = {}
         self._reached: dict[tuple[int, RankState, int, RankState, bool], _Reach | None] = {}
         self._later: dict[tuple[int, int], list[tuple[int, int, _Reach]]] = {}
+        self._on: dict[tuple[int, int, int], _Forgets | None] = {}
         self._free = _bits(at for at, start in enumerate(self.plan.start) if not start)
         self._joined = {at: _bits(others) for at, others in apart.joined.items()}
 
@@ -117,6 +118,12 @@ class Alike:
     def _here(self, device: int, value: int, every: int) -> _Forgets | None:
         if device < 0:
             return None
+        key = (device, value, every)
+        if key not in self._on:
+            self._on[key] = self._forgotten_on(device, value, every)
+        return self._on[key]
+
+    def _forgotten_on(self, device: int, value: int, every: int) -> _Forgets | None:
         base, own = device * self.width, range(self.width)
         found = _Forgets(
             tuple(at for at in own if value >> base + at & 1),

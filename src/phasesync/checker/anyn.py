@@ -7,6 +7,7 @@ is found broken is only a candidate: it counts once it has been found on explici
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from phasesync.checker.blocks import blocks, shape, siblings
@@ -14,15 +15,26 @@ from phasesync.checker.search import NO_BUDGET, Budget, Found, search
 from phasesync.checker.space import Others, Space
 from phasesync.core.kernel import Faults
 from phasesync.core.model import OptionValue
-from phasesync.core.plan import Plan, resolve
-from phasesync.core.protocol import ELSEWHERE, EVERYWHERE, InvariantKind, Protocol
+from phasesync.core.plan import Act, Plan, Step, Wait, resolve
+from phasesync.core.protocol import ELSEWHERE, EVERYWHERE, InvariantKind, Protocol, Verb
 from phasesync.errors import PlanError
 
-__all__ = ("Closure", "Mutate", "closure", "counts", "sized", "tracked", "tracked_plan", "unclosed")
+__all__ = (
+    "Closure",
+    "Mutate",
+    "closure",
+    "counts",
+    "gist",
+    "sized",
+    "tracked",
+    "tracked_plan",
+    "unclosed",
+)
 
 Mutate = Callable[[Plan], Plan]
 #: Faults without end: the space counts none of them where others are untracked.
 _ALL = Faults(most=1, crash=True, fail=True, notices=False)
+_READ = frozenset((Verb.NEEDS, Verb.USES, Verb.HOLDS))
 
 
 def counts(protocol: Protocol, size: int) -> dict[str, int]:
@@ -138,6 +150,55 @@ def tracked_plan(protocol: Protocol, options: Mapping[str, OptionValue]) -> Plan
         assert isinstance(size, int)
         members = size if isinstance(group.size, int) else min(size, 2)
     return _grouped(protocol, options, members, 1)
+
+
+def gist(plan: Plan) -> Plan:
+    """A tracked plan without what no search of it tells apart; plans of one gist hold or break
+    together.
+
+    In a group that goes on beyond what is tracked, a fence of the group waits for its tracked
+    members and for somebody else, and so does one of the world. And an action that reads and
+    writes what the next one does is the same action, taking longer.
+    """
+    sizes = [group.size for group in plan.protocol.groups]
+    open_ended = len(plan.members) > 1 and any(isinstance(size, str) for size in sizes)
+    whole = {at for at, scope in enumerate(plan.scopes) if scope.members == plan.scopes[0].members}
+    of_all = whole if open_ended and plan.world == 0 else set()
+    compared = {at for part in plan.agree for at in part}
+    compared |= {at for at, rises in enumerate(plan.monotone) if rises}
+
+    def program(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        kept = [
+            step
+            for step, following in zip(steps, (*steps, None)[1:], strict=True)
+            if not _goes_on(step, following, compared)
+        ]
+        return tuple(
+            step._replace(scope=0) if isinstance(step, Wait) and step.scope in of_all else step
+            for step in kept
+        )
+
+    return replace(
+        plan,
+        programs=tuple(map(program, plan.programs)),
+        recover=tuple(map(program, plan.recover)),
+    )
+
+
+def _goes_on(step: Step, following: Step | None, compared: set[int]) -> bool:
+    """Whether an action is but the first part of the next one."""
+    if not isinstance(step, Act) or not isinstance(following, Act):
+        return False
+    if set(step.touches) != set(following.touches) or step.led or following.led:
+        return False
+    written = {touch.cell for touch in step.touches if touch.verb is Verb.WRITES}
+    read = {touch.cell for touch in step.touches if touch.verb in _READ}
+    return (
+        len(written) + len(read) == len(step.touches)
+        and not written & (read | compared)
+        and not read & compared
+        and (step.outside, step.enqueued) == (following.outside, following.enqueued)
+    )
 
 
 def tracked(

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
-from phasesync.checker.anyn import Mutate, counts, sized, tracked, tracked_plan, unclosed
+from phasesync.checker.anyn import Mutate, counts, gist, sized, tracked, tracked_plan, unclosed
 from phasesync.checker.cover import decided, families
-from phasesync.checker.explicit import explore, judge, never_reached, vacuous
+from phasesync.checker.explicit import behind_plan_fence, explore, judge, never_reached, vacuous
 from phasesync.checker.growth import growth
 from phasesync.checker.report import SAFETY, Assignment, Case, Report
 from phasesync.checker.search import Budget, Found
@@ -34,22 +34,9 @@ FAULTS: Mapping[str, Faults] = {
     "hang": Faults(most=1, hang=True, deadlines=True),
     "restart": Faults(most=1, crash=True, restart=True),
     "engine": Faults(most=1, engine=True),
-}
-#: Faults of messages, and where they are covered: the kernel's fences are what messages refine.
-_OF_MESSAGES: Mapping[str, str] = {
-    "lost": (
-        "an arrival that is lost, whose sender is cut off and behaves as failed, or its fence "
-        "ends by its deadline; the fence's own steps are explored under it (checker.messages, "
-        "`losses`), and a run has it with `phasesync simulate --fault drop:arrive`"
-    ),
-    "again": (
-        "an arrival that comes twice, which changes nothing; the fence's own steps are explored "
-        "under it (checker.messages, `repeats`)"
-    ),
-    "mixed": (
-        "a rank with other options, for which the fence 'plan' breaks before the first epoch, by "
-        "its digest; a run has it with `phasesync simulate --fault mixed:OPTION=VALUE@RANK`"
-    ),
+    "lost": Faults(most=1, lost=True, deadlines=True),
+    "again": Faults(most=1, again=True),
+    "mixed": Faults(most=1, mixed=True),
 }
 _ONE_FAULT = "crash or fail"
 _Options: TypeAlias = dict[str, OptionValue]
@@ -98,20 +85,13 @@ def faults_of(names: str | None, most: int = 1) -> tuple[Faults, str]:
         return Faults(most=most, crash=True, fail=True), _ONE_FAULT
     listed = [name.strip() for name in names.split(",") if name.strip()]
     for name in listed:
-        if name in _OF_MESSAGES:
-            says = f"fault {name!r} is of messages, not of phases"
-            raise PlanError(f"{says}: {_OF_MESSAGES[name]}")
         if name not in FAULTS:
             raise PlanError(f"unknown fault {name!r}; faults are: {', '.join(FAULTS)}")
     chosen = [FAULTS[name] for name in listed]
+    kinds = ("crash", "fail", "hang", "deadlines", "restart", "engine", "lost", "again", "mixed")
     faults = Faults(
         most=most if any(each.most for each in chosen) else 0,
-        crash=any(each.crash for each in chosen),
-        fail=any(each.fail for each in chosen),
-        hang=any(each.hang for each in chosen),
-        deadlines=any(each.deadlines for each in chosen),
-        restart=any(each.restart for each in chosen),
-        engine=any(each.engine for each in chosen),
+        **{kind: any(getattr(each, kind) for each in chosen) for kind in kinds},
     )
     return faults, " or ".join(listed)
 
@@ -258,10 +238,14 @@ class _Run:
             self._any(family)
         if reason is not None:
             self._note(self.asked, Undecided(bound=reason, states=0, depth=0))
+        others = [each for each in families_ if self.asked not in each]
+        sound = not any(isinstance(case.verdict, Violated) for case in self.cases)
+        for family in others if sound else ():
+            self._any(family)
         for plain in sorted(self.plain, key=lambda plain: plain.ranks):
             if not plain.extra:
                 self._explicit(plain)
-        for family in (each for each in families_ if self.asked not in each):
+        for family in others if not sound else ():
             self._any(family)
         for plain in self.plain:
             if plain.extra:
@@ -272,7 +256,7 @@ class _Run:
         take least to prove, first."""
 
         def plan_of(options: _Options) -> Plan:
-            return self.mutate(tracked_plan(self.protocol, options))
+            return gist(self.mutate(tracked_plan(self.protocol, options)))
 
         found = self._covered(self.assignments(), plan_of)
         return tuple(sorted(found, key=lambda family: self._size(family[0])))
@@ -411,6 +395,7 @@ class _Run:
             members = counts(self.protocol, plain.ranks)
             devices = self._devices(members)
             plan = self.mutate(resolve(self.protocol, members, plain.options, devices=devices))
+            plan = behind_plan_fence(plan) if plain.faults.mixed else plan
         except PlanError:
             if plain.ranks == 3:
                 return None  # Three ranks make no whole groups here; two and four do.

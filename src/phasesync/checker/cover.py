@@ -114,7 +114,7 @@ def _plain(step: Step) -> Step:
         case Act():
             return step._replace(retry=Retry.NEVER, deadline_s=None)
         case Wait():
-            return step._replace(deadline_s=0.0)
+            return step._replace(deadline_s=0.0, first_deadline_s=0.0)
 
 
 def _alike_elsewhere(wide: Plan, narrow: Plan, hidden: set[int]) -> bool:

@@ -4,15 +4,31 @@ A broken rule is looked for with all reductions first; the run that is shown is 
 one of a search without the reduction that changes lengths.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from phasesync.checker.paths import Lifted, lift
 from phasesync.checker.plainly import search_plainly
 from phasesync.checker.search import NO_BUDGET, Budget, Found, search
 from phasesync.checker.space import Space
-from phasesync.core.kernel import Faults, Kind, next_step
-from phasesync.core.plan import Act, Plan, Wait
+from phasesync.core.kernel import Faults, Kind, Status, next_step
+from phasesync.core.plan import FIRST_FROM_S, PLAN, Act, Plan, Wait
 from phasesync.core.verdict import DEADLOCK, SOMETIMES, Holds, Undecided, Verdict, Violated
 
-__all__ = ("explore", "judge", "never_reached")
+__all__ = ("behind_plan_fence", "explore", "judge", "never_reached")
+
+
+def behind_plan_fence(plan: Plan) -> Plan:
+    """The plan with the implicit fence before each epoch as a step of its own: there a rank that
+    resolved other options shows, because its digest is another one."""
+    patience = max((step.deadline_s for step in _waits(plan)), default=FIRST_FROM_S)
+    first = Wait(PLAN, plan.world, patience, (), (), False)
+    return replace(plan, programs=tuple((first, *steps) for steps in plan.programs))
+
+
+def _waits(plan: Plan) -> Iterator[Wait]:
+    for program in plan.programs:
+        yield from (step for step in program if isinstance(step, Wait))
 
 
 def explore(
@@ -30,7 +46,7 @@ def explore(
 ) -> tuple[Verdict, Found]:
     """The verdict on a plan, and what the search saw on its way."""
     if faults.restart or faults.engine:
-        plain, lifted = search_plainly(plan, faults, epochs, budget)
+        plain, lifted = search_plainly(plan, faults, epochs, budget, symmetry=symmetry)
         if lifted is None:
             return judge(plain), plain
         return _told(plan, plain, lifted, shortest=True), plain
@@ -84,7 +100,7 @@ def _who_waits(plan: Plan, lifted: Lifted) -> str:
     waits: list[str] = []
     for rank, state in enumerate(lifted.systems[-1].ranks):
         match next_step(plan, rank, state):
-            case Wait(fence=fence) if state.status.name == "WAITING":
+            case Wait(fence=fence) if state.status in (Status.WAITING, Status.CUT):
                 waits.append(f"{plan.members[rank]} waits for ever at fence {fence!r}")
             case _:
                 pass

@@ -12,6 +12,7 @@ from phasesync.checker.apart import Apart
 from phasesync.checker.rows import Go, Move, Row
 from phasesync.checker.tables import LOST, BlockState, Tables
 from phasesync.core.kernel import Faults, Kind, Stage, Status
+from phasesync.core.plan import PLAN
 
 __all__ = ("Around", "Moves", "Summary")
 
@@ -24,6 +25,7 @@ class Around(NamedTuple):
     awaited: int
     may_fault: bool
     all_live: bool
+    orphaned: int = 0  # the bit of a world fence, of a recovery, that waits for the dead alone
 
 
 class Summary(NamedTuple):
@@ -42,7 +44,7 @@ class Summary(NamedTuple):
 
 _BUSY = frozenset((Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
 _LEFT = frozenset((Status.STOPPED, Status.ABORTED))
-_STUCK = frozenset((Status.READY, Status.WAITING))
+_STUCK = frozenset((Status.READY, Status.WAITING, Status.CUT))
 
 
 def _steady(row: Row, block: BlockState, around: Around, epochs: int) -> bool:
@@ -86,7 +88,7 @@ def _private(row: Row) -> bool:
             return True
         case Status.READY:
             return not row.first_world or (row.act is not None and not row.hears)
-        case Status.WAITING:
+        case Status.WAITING | Status.CUT:
             return not row.first_world
         case Status.FINISHED:
             return True
@@ -129,6 +131,7 @@ class Moves:
         self._alone: dict[tuple[int, Around], tuple[Move, ...]] = {}
         self.apart = Apart(tables, epochs)
         self.alike = Alike(tables, self.apart)
+        self._settled: dict[BlockState, tuple[list[int], int]] = {}
         self._numbers: dict[BlockState, int] = {}
         self.blocks: list[BlockState] = []
         self.summaries: list[Summary] = []
@@ -139,6 +142,19 @@ class Moves:
             for slot, unit in zip(group, sorted([units[at] for at in group]), strict=True):
                 units[slot] = unit
         return units
+
+    def settled(self, units: list[int]) -> tuple[list[int], int]:
+        """The units that stand for these, siblings in order, and the fences that are awaited."""
+        key = tuple(units)
+        found = self._settled.get(key)
+        if found is None:
+            if self.endless:
+                self.alike.settle(units)
+            awaits = 0
+            for rows, unit in zip(self.tables.rows, units, strict=True):
+                awaits |= rows[unit].facts.awaits
+            found = self._settled[key] = (self.canonical(units), awaits)
+        return found
 
     def number(self, block: BlockState) -> int:
         """A block as one number, by which `blocks` and `summaries` are read."""
@@ -152,25 +168,34 @@ class Moves:
     def _summary(self, block: BlockState) -> Summary:
         rows = [rows[unit] for rows, unit in zip(self.tables.rows, block[2:], strict=True)]
         awaits, heeds, leads, arrived = 0, 0, 0, -1
+        gone = stuck = resting = False
+        private = True
         for row in rows:
-            awaits |= row.facts.awaits_world
+            facts = row.facts
+            awaits |= facts.awaits_world
             heeds |= row.first_world if row.hears else 0
-            leads |= row.facts.leads_world
-            arrived &= row.facts.arrived_world
+            leads |= facts.leads_world
+            arrived &= facts.arrived_world
+            gone = gone or facts.gone
+            stuck = stuck or row.status in _STUCK
+            private = private and _private(row)
+            resting = resting or _resting(row, self.epochs)
         return Summary(
             awaits,
             arrived,
-            any(row.facts.gone for row in rows),
+            gone,
             leads,
-            any(row.status in _STUCK for row in rows),
-            all(_private(row) for row in rows),
-            any(_resting(row, self.epochs) for row in rows),
+            stuck,
+            private,
+            resting,
             heeds,
             self._held(block),
         )
 
     def _held(self, block: BlockState) -> tuple[int, ...]:
         """For each pair of `elsewhere`: on how many devices the one is held, the other, both."""
+        if not self.tables.plan.elsewhere:
+            return ()
         counts: list[int] = []
         cells = [self.tables.unit_of[unit][1] for unit in block[2:]]
         for one, two in self.tables.plan.elsewhere:
@@ -225,6 +250,8 @@ class Moves:
     def _rank(self, draft: "_Draft", slot: int, row: Row) -> None:
         if (handler := _HANDLERS.get(row.status)) is not None:
             handler(draft, slot, row)
+        if draft.around.may_fault and self.faults.again and row.again:
+            draft.move(Kind.AGAIN, slot, row.again, None, faults=1)
         if draft.around.may_fault and self.faults.crash and (go := row.go.get(Kind.CRASH)):
             draft.move(Kind.CRASH, slot, "", go, faults=1)
 
@@ -296,17 +323,12 @@ class _Draft:
         if self.moves.whole and kind in _GOES_ON:
             opened, broken, arrives, worse = self._on(slot, units, opened, broken, arrives)
             bad = bad or worse
-        if self.moves.endless:
-            self.moves.alike.settle(units)
-        awaits = 0
-        for rows, unit in zip(self.tables.rows, units, strict=True):
-            awaits |= rows[unit].facts.awaits
-        earlier = kind is Kind.BEGIN and self.moves.endless and self._all_later(units)
+        units, awaits = self.moves.settled(units)
         opened, broken = opened & awaits, broken & awaits
+        earlier = kind is Kind.BEGIN and self.moves.endless and self._all_later(units)
         if earlier:
-            units = [self.tables.earlier[unit] for unit in units]
+            units = self.moves.canonical([self.tables.earlier[unit] for unit in units])
             opened, broken = self.tables.own.earlier(opened), self.tables.own.earlier(broken)
-        self.moves.canonical(units)
         block = self.moves.number((opened, broken, *units))
         if self.moves.endless:
             faults = 0
@@ -421,7 +443,22 @@ def _ready(draft: _Draft, slot: int, row: Row) -> None:
         opens, breaks = draft.decided(row, units, draft.opened, draft.broken)
         name = row.wait.fence
         draft.move(Kind.ARRIVE, slot, name, go, arrives=row.bit_world, opens=opens, breaks=breaks)
+        _not_arriving(draft, slot, row)
     _abort(draft, slot, row)
+
+
+def _not_arriving(draft: _Draft, slot: int, row: Row) -> None:
+    """An arrival that is lost on the way, or one under another plan."""
+    assert row.wait is not None
+    faults, name = draft.moves.faults, row.wait.fence
+    if not draft.around.may_fault:
+        return
+    if faults.lost:
+        draft.move(Kind.LOSE, slot, name, row.go[Kind.LOSE], faults=1)
+    if faults.mixed and name == PLAN:
+        breaks, world = row.breaks, row.breaks_world
+        go = row.go[Kind.REFUSE]
+        draft.move(Kind.REFUSE, slot, name, go, breaks=breaks, breaks_world=world, faults=1)
 
 
 def _abort(draft: _Draft, slot: int, row: Row) -> None:
@@ -464,13 +501,27 @@ def _acting(draft: _Draft, slot: int, row: Row) -> None:
 
 def _waiting(draft: _Draft, slot: int, row: Row) -> None:
     assert row.wait is not None
-    around, name = draft.around, row.wait.fence
+    name = row.wait.fence
     if draft.opens_now(row):
         draft.move(Kind.PASS, slot, name, row.go[Kind.PASS])
-    elif draft.moves.faults.deadlines:
-        shut = row.bit & ~draft.broken or row.bit_world & ~around.broken
-        if shut:
-            draft.move(Kind.DEADLINE, slot, name, None, breaks=row.bit, breaks_world=row.bit_world)
+    else:
+        _deadline(draft, slot, row)
+    _abort(draft, slot, row)
+
+
+def _deadline(draft: _Draft, slot: int, row: Row) -> None:
+    """The patience of a rank at a fence that is still shut."""
+    assert row.wait is not None
+    if not draft.moves.faults.deadlines:
+        return
+    if row.bit & ~draft.broken or row.bit_world & ~draft.around.broken:
+        bits, world, name = row.bit, row.bit_world, row.wait.fence
+        draft.move(Kind.DEADLINE, slot, name, None, breaks=bits, breaks_world=world)
+
+
+def _cut(draft: _Draft, slot: int, row: Row) -> None:
+    """It waits like the others, at a fence that cannot open."""
+    _deadline(draft, slot, row)
     _abort(draft, slot, row)
 
 
@@ -496,14 +547,17 @@ def _dead(draft: _Draft, slot: int, row: Row) -> None:
         awaits |= other.facts.awaits
     around = draft.around
     unnoticed = row.breaks & ~(draft.opened | draft.broken) & awaits
-    if unnoticed or row.breaks_world & ~(around.open | around.broken) & around.awaited:
-        draft.move(Kind.NOTICE, slot, "", None, breaks=row.breaks, breaks_world=row.breaks_world)
+    far = row.breaks_world & ~(around.open | around.broken) & around.awaited
+    if unnoticed or far or around.orphaned:
+        near, world, waits = row.breaks, row.breaks_world, around.orphaned
+        draft.move(Kind.NOTICE, slot, "", None, breaks=near, breaks_world=world, arrives=waits)
 
 
 _HANDLERS: dict[Status, Callable[[_Draft, int, Row], None]] = {
     Status.READY: _ready,
     Status.ACTING: _acting,
     Status.WAITING: _waiting,
+    Status.CUT: _cut,
     Status.STOPPED: _stopped,
     Status.ABORTED: _stopped,
     Status.FINISHED: _finished,

@@ -1,26 +1,32 @@
 """The search without tables: the kernel asked for every step of every system.
 
 Slow, and the measure of all that is fast. It is used where the tables do not reach: ranks that are
-replaced, and calls of their older selves that still come.
+replaced, calls of their older selves that still come, engines that die. Symmetry is taken from the
+space: of systems that differ by who is who only the first is gone on from.
 """
+
+from collections.abc import Callable
 
 from phasesync.checker.paths import Lifted
 from phasesync.checker.search import NO_BUDGET, Budget, Found
+from phasesync.checker.space import Space
 from phasesync.core.kernel import Event, Faults, Status, System, enabled, initial, step
-from phasesync.core.plan import Plan
+from phasesync.core.plan import Defect, Plan
 from phasesync.core.properties import Violation, violations
 
 __all__ = ("search_plainly",)
 
-_STUCK = frozenset((Status.READY, Status.WAITING))
+_STUCK = frozenset((Status.READY, Status.WAITING, Status.CUT))
 
 
 def search_plainly(
-    plan: Plan, faults: Faults, epochs: int, budget: Budget = NO_BUDGET
+    plan: Plan, faults: Faults, epochs: int, budget: Budget = NO_BUDGET, *, symmetry: bool = False
 ) -> tuple[Found, Lifted | None]:
     """What a search found, and the run that breaks a rule or ends in a deadlock, if any."""
     first = initial(plan)
     parents: dict[System, tuple[System, Event] | None] = {first: None}
+    orbit = _orbits(plan, faults, epochs, symmetry=symmetry)
+    seen = {orbit(first)}
     found, level = Found(), [first]
     while level:
         following: list[System] = []
@@ -37,7 +43,8 @@ def search_plainly(
                 if broken := violations(plan, system, event, after):
                     found.states = len(parents)
                     return found, _lifted(parents, system, (event, after), broken)
-                if after not in parents:
+                if (key := orbit(after)) not in seen:
+                    seen.add(key)
                     parents[after] = (system, event)
                     following.append(after)
             if not goes_on and any(rank.status in _STUCK for rank in system.ranks):
@@ -47,6 +54,16 @@ def search_plainly(
         level = following
     found.states = len(parents)
     return found, None
+
+
+def _orbits(
+    plan: Plan, faults: Faults, epochs: int, *, symmetry: bool
+) -> Callable[[System], object]:
+    """By what systems are told apart. A rank that was replaced in mid-epoch may have arrived as its
+    older self, which its state does not say: there every system is one by itself."""
+    if not symmetry or plan.defects - {Defect.NO_FLOOR, Defect.NO_ABORT}:
+        return lambda system: system
+    return Space(plan, faults, epochs, reduction=False).orbit
 
 
 def _lifted(

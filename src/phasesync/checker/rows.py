@@ -122,6 +122,7 @@ class Row:
 
     __slots__ = (
         "act",
+        "again",
         "bit",
         "bit_world",
         "breaks",
@@ -149,6 +150,7 @@ class Row:
         self.breaks = self.breaks_world = 0
         self.first = self.first_world = 0
         self.first_name = ""
+        self.again = ""
         self.hears = self.recovers = False
         self.members: tuple[int, ...] = ()
         self.go: dict[Kind, Go] = {}

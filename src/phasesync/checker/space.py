@@ -6,6 +6,7 @@ A block whose next moves nobody else can change is explored alone (`reduction`):
 others do commutes with it, for blocks share fences only and what is decided of one stays.
 """
 
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from phasesync.checker.blocks import Block, blocks, shape
@@ -100,11 +101,20 @@ class Space:
         """Every step from a state, in the order of blocks."""
         opened, broken, faults, *parts = state
         sums = [moves.summaries[part] for moves, part in zip(self.of, parts, strict=True)]
-        awaited, all_live = 0, True
+        awaited, arrived, all_live = 0, -1, True
         for each in sums:
             awaited |= each.awaits
+            arrived &= each.arrived
             all_live = all_live and not each.gone
-        around = Around(opened, broken, awaited, faults < self.faults.most, all_live)
+        orphaned = 0 if all_live else awaited & arrived & ~(opened | broken)
+        around = Around(
+            opened,
+            broken,
+            awaited,
+            faults < self.faults.most,
+            all_live,
+            0 if self.others.world else orphaned & -orphaned,
+        )
         rests = any(each.resting for each in sums) and not self.others.world
         if self.reduction and not rests:
             for at, part in enumerate(parts):
@@ -238,17 +248,71 @@ class Space:
     def encode(self, system: System) -> State:
         """The state that stands for a system."""
         width = len(self.plan.protocol.resources)
+        opened, broken = self._world(system)
+        parts = [self._block(system, at, width) for at in range(len(self.blocks))]
+        for group in self.alike:
+            for at, block in zip(group, sorted(parts[at] for at in group), strict=True):
+                parts[at] = block
+        return (opened, broken, system.faults, *parts)
+
+    def _world(self, system: System) -> tuple[int, int]:
+        """The world fences that are open, and those that are broken."""
         opened = broken = 0
         for entry in system.fences:
             if entry.scope == self.plan.world:
                 bit = self.world[(entry.epoch, entry.stage, "", entry.fence)]
                 opened |= bit * (entry.verdict is Verdict.OPEN)
                 broken |= bit * (entry.verdict is Verdict.BROKEN)
-        parts = [self._block(system, at, width) for at in range(len(self.blocks))]
+        return opened, broken
+
+    def orbit(self, system: System) -> object:
+        """What is equal for systems that differ by a renaming of ranks, engines and the calls of
+        older incarnations included; no state of this space holds these."""
+        width = len(self.plan.protocol.resources)
+        if any(not self._told_apart(call.rank) for call in system.late):
+            return system
+        parts = [
+            (
+                self._block(system, at, width),
+                tuple(system.engines[number] for number in self._engines[at]),
+                tuple(
+                    (slot, call.state)
+                    for call in system.late
+                    for slot, here in enumerate(block.slots)
+                    if here.rank == call.rank
+                ),
+            )
+            for at, block in enumerate(self.blocks)
+        ]
         for group in self.alike:
-            for at, block in zip(group, sorted(parts[at] for at in group), strict=True):
-                parts[at] = block
-        return (opened, broken, system.faults, *parts)
+            for at, part in zip(group, sorted(parts[at] for at in group), strict=True):
+                parts[at] = part
+        return (*self._world(system), system.faults, *parts)
+
+    def _told_apart(self, rank: int) -> bool:
+        """Whether no sibling within its block may change places with the rank."""
+        for at, block in enumerate(self.blocks):
+            for slot, here in enumerate(block.slots):
+                if here.rank == rank:
+                    return all(slot not in group for group in self.of[at].groups)
+        return True
+
+    @cached_property
+    def _engines(self) -> tuple[tuple[int, ...], ...]:
+        """The engines of each block, in the order of its devices."""
+        width = len(self.plan.protocol.resources)
+        return tuple(
+            tuple(
+                dict.fromkeys(
+                    self.plan.engines.index(owner)
+                    for slot in block.slots
+                    if slot.device >= 0
+                    for owner in self.plan.owner[slot.device * width : (slot.device + 1) * width]
+                    if owner in self.plan.engines
+                )
+            )
+            for block in self.blocks
+        )
 
     def _block(self, system: System, at: int, width: int) -> int:
         moves, slots = self.moves[self.kind[at]], self.blocks[at].slots

@@ -34,6 +34,7 @@ from phasesync.core.kernel import (
     heard,
     input_lost,
     landed,
+    last_counted,
     lost_leaders,
     mapped_of,
     next_step,
@@ -217,6 +218,8 @@ class Tables:
             row.first, row.first_world = self.bit(state, left[0])
             row.first_name = left[0].fence
             row.hears = heard(self.plan, rank, state, left)
+        counted = last_counted(self.plan, rank, state)
+        row.again = "" if counted is None else counted.fence
         row.recovers = bool(self.plan.recover[rank]) and state.stage is Stage.EPOCH
         match here:
             case Act():
@@ -310,6 +313,10 @@ class Tables:
                 after = advance(plan, rank, state, Kind.ARRIVE, name)
                 synced = "device_synchronised" in row.wait.established
                 row.go[Kind.ARRIVE] = self._synced(slot, state, after, synced)
+                after = advance(plan, rank, state, Kind.LOSE, name)
+                row.go[Kind.LOSE] = self._synced(slot, state, after, synced)
+                after = advance(plan, rank, state, Kind.REFUSE, name)
+                row.go[Kind.REFUSE] = Go(self._op(slot, after, None))
             case Status.WAITING:
                 after = advance(plan, rank, state, Kind.PASS, name)
                 row.go[Kind.PASS] = Go(self._op(slot, after, None))
@@ -323,7 +330,7 @@ class Tables:
                 row.go[Kind.LAND] = self._landed(slot, rank, state, act)
             case _:
                 pass
-        if status in (Status.READY, Status.WAITING) and name:
+        if status in (Status.READY, Status.WAITING, Status.CUT) and name:
             after = advance(plan, rank, state, Kind.ABORT, name)
             row.go[Kind.ABORT] = self._aborted(slot, rank, state, after)
         if status not in _GONE and status is not Status.FINISHED:

@@ -1,7 +1,7 @@
 """The verbs: what may happen next, and what the system is after it.
 
 Checker, runtime and auditor all ask here. None may have a second opinion. Three small tables hold
-everything: what a rank may do (`_MOVES`, here), what an action does to memory (`core/memory.py`),
+everything: what a rank may do (core/turn.py), what an action does to memory (`core/memory.py`),
 and what it wants of memory (`core/properties.py`). The runtime walks one rank's state, the checker
 the whole system, the auditor whatever was logged; all three look up the same rows.
 
@@ -9,8 +9,8 @@ The kernel knows epochs and versions, never seconds, files, sockets or torch.
 """
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 
+from phasesync.core.leaving import abort_touches, aborted, crashed, landed
 from phasesync.core.memory import (
     INPUTS,
     KEEPS,
@@ -27,8 +27,7 @@ from phasesync.core.memory import (
     synchronised,
     touched,
 )
-from phasesync.core.plan import Act, Defect, Plan, Step, Touch, Wait
-from phasesync.core.protocol import Row, Verb
+from phasesync.core.plan import PLAN, Act, Defect, Plan, Wait
 from phasesync.core.state import (
     NO_FAULTS,
     EngineState,
@@ -42,6 +41,18 @@ from phasesync.core.state import (
     Status,
     System,
     Verdict,
+)
+from phasesync.core.turn import (
+    AT_FENCE,
+    advance,
+    advanced,
+    fences_left,
+    heard,
+    last_counted,
+    next_step,
+    program,
+    refusal,
+    rows,
 )
 from phasesync.errors import Refused
 
@@ -80,6 +91,7 @@ __all__ = (
     "initial",
     "input_lost",
     "landed",
+    "last_counted",
     "lost_leaders",
     "mapped_of",
     "next_step",
@@ -92,144 +104,6 @@ __all__ = (
     "touched",
     "woken",
 )
-
-
-# ------------------------------------------------------------------------------- one rank
-
-_MOVES: dict[tuple[Status, Kind], Status] = {
-    (Status.READY, Kind.START): Status.ACTING,
-    (Status.ACTING, Kind.END): Status.READY,
-    (Status.ACTING, Kind.FAIL): Status.STOPPED,
-    (Status.READY, Kind.ARRIVE): Status.WAITING,
-    (Status.READY, Kind.REFUSE): Status.STOPPED,
-    (Status.WAITING, Kind.PASS): Status.READY,
-    (Status.READY, Kind.ABORT): Status.ABORTED,
-    (Status.WAITING, Kind.ABORT): Status.ABORTED,
-    (Status.STOPPED, Kind.RECOVER): Status.READY,
-    (Status.ABORTED, Kind.RECOVER): Status.READY,
-    (Status.FINISHED, Kind.BEGIN): Status.READY,
-}
-_ON_ACT = frozenset((Kind.START, Kind.END, Kind.FAIL))
-_ON_WAIT = frozenset((Kind.ARRIVE, Kind.REFUSE, Kind.PASS))
-
-
-def program(plan: Plan, rank: int, stage: Stage) -> tuple[Step, ...]:
-    """The steps of a rank, of the epoch or of the recovery after it."""
-    return plan.programs[rank] if stage is Stage.EPOCH else plan.recover[rank]
-
-
-def next_step(plan: Plan, rank: int, state: RankState) -> Step | None:
-    """The step that the rank stands before or in; None at the end."""
-    steps = program(plan, rank, state.stage)
-    return steps[state.at] if state.at < len(steps) else None
-
-
-def refusal(plan: Plan, rank: int, state: RankState, kind: Kind, name: str) -> str | None:
-    """Why this rank may not do this where it stands, or None if it may.
-
-    Only the rank's own position is judged here; whether a fence is open is the fence's to say, and
-    passing one takes its ticket.
-    """
-    who = plan.members[rank]
-    if (state.status, kind) not in _MOVES:
-        return (
-            f"{who} cannot {kind} {name!r}: it is {state.status.name.lower().replace('_', ' ')}"
-            f"{_where(plan, rank, state)}"
-        )
-    if kind in (Kind.ABORT, Kind.RECOVER, Kind.BEGIN):
-        return None
-    here = next_step(plan, rank, state)
-    match here:
-        case None:
-            return f"{who} cannot {kind} {name!r}: epoch {state.epoch} is over for it"
-        case Act(phase=phase) if kind in _ON_ACT and phase == name:
-            return None
-        case Wait(fence=fence) if kind in _ON_WAIT and fence == name:
-            return None
-        case Act(phase=phase):
-            return f"{who} cannot {kind} {name!r} yet; next is phase {phase!r}"
-        case Wait(fence=fence):
-            return f"{who} cannot {kind} {name!r} yet; next is fence {fence!r}"
-
-
-def advance(plan: Plan, rank: int, state: RankState, kind: Kind, name: str) -> RankState:
-    """The rank after it did this.
-
-    Raises:
-        Refused: it may not, where it stands.
-    """
-    if (reason := refusal(plan, rank, state, kind, name)) is not None:
-        raise Refused(reason)
-    return _advanced(plan, rank, state, kind)
-
-
-def _advanced(plan: Plan, rank: int, state: RankState, kind: Kind) -> RankState:
-    status = _MOVES[state.status, kind]
-    match kind:
-        case Kind.END:
-            act = program(plan, rank, state.stage)[state.at]
-            assert isinstance(act, Act)
-            pending = state.pending
-            if act.enqueued:
-                cells = (touch.cell for touch in act.touches if touch.verb is Verb.RELEASES)
-                pending = tuple(sorted({*pending, *cells}))
-            return _at(plan, rank, state._replace(status=status, pending=pending), state.at + 1)
-        case Kind.ARRIVE:
-            wait = program(plan, rank, state.stage)[state.at]
-            assert isinstance(wait, Wait)
-            synced = "device_synchronised" in wait.established
-            return state._replace(status=status, pending=() if synced else state.pending)
-        case Kind.PASS:
-            return _at(plan, rank, state._replace(status=status), state.at + 1)
-        case Kind.RECOVER:
-            return state._replace(status=status, stage=Stage.RECOVER, at=0)
-        case Kind.BEGIN:
-            return RankState(Status.READY, state.epoch + 1, incarnation=state.incarnation)
-        case _:
-            return state._replace(status=status)
-
-
-def _at(plan: Plan, rank: int, state: RankState, at: int) -> RankState:
-    if at < len(program(plan, rank, state.stage)):
-        return state._replace(at=at)
-    return state._replace(at=at, status=Status.FINISHED)
-
-
-def _where(plan: Plan, rank: int, state: RankState) -> str:
-    match next_step(plan, rank, state):
-        case Act(phase=phase):
-            return f" at phase {phase!r}"
-        case Wait(fence=fence):
-            return f" at fence {fence!r}"
-        case None:
-            return ""
-
-
-def fences_left(plan: Plan, rank: int, state: RankState) -> tuple[Wait, ...]:
-    """The fences of this stage that the rank has not passed, in order."""
-    return tuple(
-        step for step in program(plan, rank, state.stage)[state.at :] if isinstance(step, Wait)
-    )
-
-
-@lru_cache(maxsize=4096)
-def rows(plan_steps: tuple[Step, ...], role: str) -> tuple[Row, ...]:
-    """The steps of one rank as a transition table, for whoever executes it."""
-    table: list[Row] = []
-    source = "ready"
-    for item in plan_steps:
-        match item:
-            case Act(phase=name):
-                table.append(Row(role, source, f"start {name}", f"in {name}"))  # type: ignore[arg-type]
-                table.append(Row(role, f"in {name}", f"end {name}", f"after {name}"))  # type: ignore[arg-type]
-            case Wait(fence=name):
-                table.append(Row(role, source, f"arrive {name}", f"at {name}"))  # type: ignore[arg-type]
-                table.append(Row(role, f"at {name}", f"pass {name}", f"after {name}", name))  # type: ignore[arg-type]
-        source = f"after {name}"
-    return tuple(table)
-
-
-# ------------------------------------------------------------------------------ the system
 
 
 def initial(plan: Plan) -> System:
@@ -256,34 +130,17 @@ def enabled(
             if _may_begin(system, state, epochs):
                 yield Event(Kind.BEGIN, rank, "")
             continue
-        here = next_step(plan, rank, state)
-        match here:
-            case Act(phase=name):
-                if status is Status.READY:
-                    yield Event(Kind.START, rank, name)
-                elif status is Status.ACTING:
-                    lost = _must_fail(plan, system, here)
-                    if not lost:
-                        yield Event(Kind.END, rank, name)
-                    if lost or (may_fault and faults.fail and not here.outside):
-                        yield Event(Kind.FAIL, rank, name)
-                    if may_fault and faults.hang:
-                        yield Event(Kind.HANG, rank, name)
-                elif status is Status.DEAD_ACTING:
-                    yield Event(Kind.LAND, rank, name)
-            case Wait(fence=name):
-                if status is Status.READY:
-                    yield Event(Kind.ARRIVE, rank, name)
-                elif status is Status.WAITING:
-                    found = _find(plan, system.fences, state, here)
-                    if found.verdict is Verdict.OPEN:
-                        yield Event(Kind.PASS, rank, name)
-                    if faults.deadlines and found.verdict is Verdict.SHUT:
-                        yield Event(Kind.DEADLINE, rank, name)
+        match next_step(plan, rank, state):
+            case Act() as act:
+                yield from _at_act(plan, system, rank, act, faults)
+            case Wait() as wait:
+                yield from _at_fence(plan, system, rank, wait, faults)
             case None:
                 pass
+        if may_fault and faults.again and (counted := last_counted(plan, rank, state)) is not None:
+            yield Event(Kind.AGAIN, rank, counted.fence)
         hears = faults.aborts and Defect.NO_ABORT not in plan.defects
-        if hears and status in (Status.READY, Status.WAITING):
+        if hears and status in (Status.READY, Status.WAITING, Status.CUT):
             left = fences_left(plan, rank, state)
             if (
                 left
@@ -303,6 +160,42 @@ def enabled(
             yield Event(Kind.CRASH, rank, "")
     for call in dict.fromkeys(each.rank for each in system.late):
         yield Event(Kind.WAKE, call, "")
+
+
+def _at_act(plan: Plan, system: System, rank: int, act: Act, faults: Faults) -> Iterator[Event]:
+    name, may_fault = act.phase, system.faults < faults.most
+    match system.ranks[rank].status:
+        case Status.READY:
+            yield Event(Kind.START, rank, name)
+        case Status.ACTING:
+            lost = _must_fail(plan, system, act)
+            if not lost:
+                yield Event(Kind.END, rank, name)
+            if lost or (may_fault and faults.fail and not act.outside):
+                yield Event(Kind.FAIL, rank, name)
+            if may_fault and faults.hang:
+                yield Event(Kind.HANG, rank, name)
+        case Status.DEAD_ACTING:
+            yield Event(Kind.LAND, rank, name)
+        case _:
+            pass
+
+
+def _at_fence(plan: Plan, system: System, rank: int, wait: Wait, faults: Faults) -> Iterator[Event]:
+    state, name = system.ranks[rank], wait.fence
+    may_fault = system.faults < faults.most
+    if state.status is Status.READY:
+        yield Event(Kind.ARRIVE, rank, name)
+        if may_fault and faults.lost:
+            yield Event(Kind.LOSE, rank, name)
+        if may_fault and faults.mixed and name == PLAN:
+            yield Event(Kind.REFUSE, rank, name)
+    elif state.status in AT_FENCE:
+        found = _find(plan, system.fences, state, wait)
+        if state.status is Status.WAITING and found.verdict is Verdict.OPEN:
+            yield Event(Kind.PASS, rank, name)
+        if faults.deadlines and found.verdict is Verdict.SHUT:
+            yield Event(Kind.DEADLINE, rank, name)
 
 
 def _may_restart(plan: Plan, system: System, rank: int, epochs: int) -> bool:
@@ -332,15 +225,6 @@ def _may_begin(system: System, state: RankState, epochs: int) -> bool:
     if state.epoch >= epochs:
         return False
     return state.stage is Stage.EPOCH or all(other.status not in _GONE for other in system.ranks)
-
-
-def heard(plan: Plan, rank: int, state: RankState, left: tuple[Wait, ...]) -> bool:
-    """Whether a break of the next fence stops the rank at once.
-
-    The break of an epoch's last fence is learned there, not before: whoever is not in the scope
-    of the failure finishes what is legal for it.
-    """
-    return len(left) > 1 or state.stage is Stage.RECOVER or state.status is Status.WAITING
 
 
 def step(plan: Plan, system: System, event: Event) -> System:
@@ -415,7 +299,7 @@ def _stepped(plan: Plan, system: System, event: Event) -> System:
     if (reason := refusal(plan, rank, state, kind, name)) is not None:
         raise Refused(reason)
     here = next_step(plan, rank, state)
-    after = _advanced(plan, rank, state, kind)
+    after = advanced(plan, rank, state, kind)
     cells, fences, engines, faults = system.cells, system.fences, system.engines, system.faults
     match kind:
         case Kind.START | Kind.END | Kind.FAIL:
@@ -429,8 +313,14 @@ def _stepped(plan: Plan, system: System, event: Event) -> System:
             if "device_synchronised" in here.established:
                 cells = synchronised(plan, cells, state.pending)
             fences = _arrive(plan, system, rank, state, here)
+        case Kind.LOSE:
+            assert isinstance(here, Wait)
+            if "device_synchronised" in here.established:
+                cells = synchronised(plan, cells, state.pending)
+            faults += 1
         case Kind.REFUSE:
             fences = _fail_rest(plan, system.fences, rank, state)
+            faults += name == PLAN
         case Kind.PASS:
             assert isinstance(here, Wait)
             if _find(plan, system.fences, state, here).verdict is not Verdict.OPEN:
@@ -442,37 +332,6 @@ def _stepped(plan: Plan, system: System, event: Event) -> System:
             pass
     ranks = (*system.ranks[:rank], after, *system.ranks[rank + 1 :])
     return System(ranks, cells, _kept(plan, ranks, fences), engines, faults, system.late)
-
-
-def abort_touches(plan: Plan, rank: int, state: RankState) -> tuple[Touch, ...]:
-    """What an aborted rank does to memory: nothing, in a sound plan. It keeps what it has."""
-    if not plan.defects & _ABORTS:
-        return ()
-    verb = Verb.ACQUIRES if Defect.ABORT_TAKES in plan.defects else Verb.RELEASES
-    sought = Verb.RELEASES if verb is Verb.ACQUIRES else Verb.ACQUIRES
-    done = plan.programs[rank][: state.at] if state.stage is Stage.EPOCH else ()
-    cells = (
-        touch.cell
-        for act in done
-        if isinstance(act, Act)
-        for touch in act.touches
-        if touch.verb is sought and plan.owner[touch.cell] == plan.members[rank]
-    )
-    return tuple(Touch(verb, number) for number in dict.fromkeys(cells))
-
-
-_ABORTS = frozenset((Defect.ABORT_TAKES, Defect.ABORT_RELEASES))
-
-
-def aborted(plan: Plan, cells: tuple[int, ...], rank: int, state: RankState) -> tuple[int, ...]:
-    """Memory after the rank left the epoch because somebody else failed."""
-    touches = abort_touches(plan, rank, state)
-    if not touches:
-        return cells
-    after = list(cells)
-    for touch in touches:
-        after[touch.cell] = apply(plan, after[touch.cell], touch, Moment.END, state.epoch)
-    return tuple(after)
 
 
 def fence_epoch(plan: Plan, epoch: int) -> int:
@@ -593,7 +452,21 @@ def _unnoticed(plan: Plan, system: System, rank: int) -> bool:
         found = _find(plan, system.fences, state, wait)
         if found.verdict is Verdict.SHUT and _awaited(plan, system.ranks, found):
             return True
-    return False
+    return _orphaned(plan, system, rank) is not None
+
+
+def _orphaned(plan: Plan, system: System, rank: int) -> FenceState | None:
+    """A recovery's fence, judged, for which only the dead are missing: they count no more, also
+    where they died after the others had come."""
+    for entry in system.fences:
+        if entry.stage is not Stage.RECOVER or entry.verdict is not Verdict.SHUT:
+            continue
+        for wait in plan.recover[rank]:
+            if isinstance(wait, Wait) and (wait.scope, wait.fence) == (entry.scope, entry.fence):
+                verdict = _decided(plan, system, entry.arrived, wait, entry.stage)
+                if entry.arrived and verdict is not Verdict.SHUT:
+                    return entry._replace(arrived=0, verdict=verdict)
+    return None
 
 
 def _crash(plan: Plan, system: System, rank: int) -> System:
@@ -608,43 +481,6 @@ def _crash(plan: Plan, system: System, rank: int) -> System:
     return _placed(plan, system, rank, state._replace(status=status, pending=()), cells, 1)
 
 
-def crashed(plan: Plan, cells: tuple[int, ...], rank: int, state: RankState) -> tuple[int, ...]:
-    """Memory after the process of `rank` died: its own is lost, what it worked on is unknown
-    unless the call was one to an engine, which goes on without it."""
-    who = plan.members[rank]
-    after = tuple(
-        cell(Mapped.NO if plan.freed[number] else Mapped.LOST)
-        if plan.owner[number] == who and value & 3 != Mapped.NO
-        else value
-        for number, value in enumerate(cells)
-    )
-    here = next_step(plan, rank, state)
-    if state.status not in _IN_ACT or not isinstance(here, Act) or here.led:
-        return after
-    failed = touched(plan, after, here, Moment.FAIL, state.epoch)
-    return _but_own(plan, rank, after, failed)
-
-
-_IN_ACT = frozenset((Status.ACTING, Status.HUNG))
-
-
-def landed(plan: Plan, cells: tuple[int, ...], rank: int, state: RankState) -> tuple[int, ...]:
-    """Memory after the call of a dead leader reached its end on the engine."""
-    here = next_step(plan, rank, state)
-    assert isinstance(here, Act)
-    return _but_own(plan, rank, cells, touched(plan, cells, here, Moment.END, state.epoch))
-
-
-def _but_own(
-    plan: Plan, rank: int, before: tuple[int, ...], after: tuple[int, ...]
-) -> tuple[int, ...]:
-    who = plan.members[rank]
-    return tuple(
-        old if owner == who else new
-        for owner, old, new in zip(plan.owner, before, after, strict=True)
-    )
-
-
 def _land(plan: Plan, system: System, rank: int) -> System:
     state = system.ranks[rank]
     cells = landed(plan, system.cells, rank, state)
@@ -652,10 +488,22 @@ def _land(plan: Plan, system: System, rank: int) -> System:
 
 
 def _notice(plan: Plan, system: System, rank: int) -> System:
-    """All fences at which the dead rank has not arrived break, for all members at once."""
+    """All fences at which the dead rank has not arrived break, for all members at once; a
+    recovery's that waits for the dead alone is decided."""
     state = _absence(plan, system, rank)
     fences = _fail_rest(plan, system.fences, rank, state)
+    if (judged := _orphaned(plan, system, rank)) is not None:
+        fences = _put(fences, judged)
     return system._replace(fences=_kept(plan, system.ranks, fences))
+
+
+def _again(plan: Plan, system: System, rank: int) -> System:
+    """An arrival that comes twice is counted as if it came for the first time."""
+    state = system.ranks[rank]
+    wait = last_counted(plan, rank, state)
+    assert wait is not None
+    fences = _kept(plan, system.ranks, _arrive(plan, system, rank, state, wait))
+    return system._replace(fences=fences, faults=system.faults + 1)
 
 
 def _hang(plan: Plan, system: System, rank: int) -> System:
@@ -742,4 +590,5 @@ _SPECIAL = {
     Kind.DEADLINE: _deadline,
     Kind.RESTART: _restart,
     Kind.WAKE: _wake,
+    Kind.AGAIN: _again,
 }

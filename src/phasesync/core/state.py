@@ -31,6 +31,7 @@ class Status(IntEnum):
     DEAD_ACTING = 6  # dead, and the call it had made to the engine is still under way
     FINISHED = 7
     HUNG = 8
+    CUT = 9  # it waits at a fence, and its arrival was lost on the way
 
 
 class Stage(IntEnum):
@@ -59,6 +60,8 @@ class Kind(StrEnum):
     DEADLINE = "deadline"
     RESTART = "restart"  # the dead are replaced, and all begin the next epoch
     ENGINE = "engine"  # the process of an engine dies; `name` is the engine, `rank` its first rank
+    LOSE = "lose"  # it arrives, and the arrival never comes
+    AGAIN = "again"  # an arrival that was counted comes once more
     WAKE = "wake"  # a call of an older incarnation reaches the engine after all
 
 
@@ -139,6 +142,9 @@ class Faults(NamedTuple):
     aborts: bool = True
     restart: bool = False
     engine: bool = False
+    lost: bool = False
+    again: bool = False
+    mixed: bool = False
 
 
 NO_FAULTS = Faults()
