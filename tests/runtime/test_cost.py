@@ -197,3 +197,54 @@ def test_the_journal_is_on_disk_before_an_action_and_before_an_arrival(tmp_path:
     epoch(runner)
     assert len(seen) == 11 + 7 + 1, "all actions, all fences, and the one of the plan"
     assert not lacks
+
+
+@pytest.mark.parametrize(("size", "peeks"), [(2, 0), (1, 1)])
+def test_a_rank_asks_after_failures_elsewhere_only_where_there_is_an_elsewhere(
+    tmp_path: Path, size: int, peeks: int
+) -> None:
+    """Who has met all members of the last fence, with nothing to do behind it, knows all."""
+    hub = InProcessFences()
+    asked: list[str] = []
+
+    class Asks(Witness):
+        async def peek(self, call: FenceCall) -> Any:
+            asked.append(call.fence)
+            return await self._inner.peek(call)
+
+    async def rank(number: int) -> None:
+        member = MEMBERS[number]
+        runner = RankRunner(
+            "colocated_each",
+            rank=number,
+            ranks=2,
+            options={"replica_size": size},
+            fences=Asks(hub.endpoint(member), lambda fence: None),
+            actions={name: act for name, act in each().items() if name not in OUTSIDE},
+            caller_joins=True,
+            runs=tmp_path,
+            run="job",
+        )
+        async with runner:
+            await runner.run_epoch()
+            await runner.run_epoch()
+
+    async def main() -> None:
+        await asyncio.gather(rank(0), rank(1))
+
+    asyncio.run(main())
+    # Before the second epoch, and at the end.
+    assert asked == ["asleep"] * (2 * 2 * peeks)
+
+
+def each() -> dict[str, Any]:
+    protocol = load("colocated_each")
+    steps = (*protocol.steps, *protocol.recover)
+    return {step.name: lambda: None for step in steps if isinstance(step, PhaseDecl)}
+
+
+OUTSIDE = frozenset(
+    step.name
+    for step in load("colocated_each").steps
+    if isinstance(step, PhaseDecl) and step.outside
+)
