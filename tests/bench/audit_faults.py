@@ -29,6 +29,7 @@ from phasesync.report.audit import audit_paths, audit_run
 from phasesync.spec import load
 from phasesync.world.sim import SimFailed, SimRank, SimWorld
 
+DEADLINE_S = 600.0  # as on a machine that does much else
 LED = ("resume_weights", "load", "resume_kv", "sleep")
 PHASES = (
     "load_back", "train", "trim_cache", "resume_weights", "stage", "load", "offload",
@@ -181,7 +182,7 @@ def play(fault: Fault, seed: int, ranks: int, runs: Path) -> object:
         world.protocol = without(load("colocated"), fence)
         world.late = {(late, phase): 0.05}
         world.epochs = 1
-    asyncio.run(world.go())
+    asyncio.run(world.go(within_s=DEADLINE_S))
     return world
 
 
@@ -239,7 +240,9 @@ def main(runs: int = 1000, first: int = 0) -> int:
         table[(fault.kind, said if right else f"{said} (wrong rank or phase)")] += 1
         if not right:
             print(f"seed {seed}: injected {fault}; {said} {answer.guilty} {answer.phase} "
-                  f"{answer.epoch}: {answer.because}; slow {slow[:3]}")  # fmt: skip
+                  f"{answer.epoch}: {answer.because}; slow {slow[:3]}", flush=True)  # fmt: skip
+        if (seed - first + 1) % 100 == 0:
+            print(f"{seed - first + 1 - missed} of {seed - first + 1}", file=sys.stderr, flush=True)
     for (injected, said), count in sorted(table.items()):
         print(f"{injected:13} -> {said:40} {count}")
     print(f"{runs - missed} of {runs} audited to the fault that was injected")

@@ -27,7 +27,7 @@ _MUCH: Final = 64 << 20  # bytes; below, a second process costs more than it bri
 _PACKED: Final = 8  # how much larger a compressed journal is than its file
 _APART: Final = 256  # blocks a reader may be ahead of what was asked for
 _PIPE: Final = 1 << 20  # bytes; a reader is that far ahead of who judges
-_JUDGE: Final = 0.3  # of a reader's work on a file is what its judging costs
+_JUDGE: Final = 0.6  # of a reader's work on a file is what its judging costs
 _START: Final = "import sys; sys.path[:] = {path!r}; from phasesync.logs.reader import main; main()"
 
 _Files = list[tuple[Path, str]]
