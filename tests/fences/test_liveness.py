@@ -67,7 +67,9 @@ def test_a_report_says_last_phase_since_when_alive_or_not_and_where() -> None:
         "last in phase 'offload' for 21.0 s"
     )
     assert told(None, "not connected") == "not connected"
-    assert told(Sign(None)) == "not heard of"
+    assert told(None) == "not heard of"
+    assert told(Sign(None)) == "silent, never heard of"
+    assert told(Sign(None), "alive (process 4)") == "silent, never heard of; alive (process 4)"
 
 
 def test_patience_lasts_as_long_as_all_who_are_missing_make_progress() -> None:

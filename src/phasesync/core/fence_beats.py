@@ -113,8 +113,10 @@ _DOING: Mapping[str, str] = {
 
 def told(sign: Sign | None, otherwise: str = "") -> str:
     """One rank in the report on who is missing: last phase, since when, alive or not, and where."""
-    if sign is None or sign.beat is None:
+    if sign is None:
         return otherwise or "not heard of"
+    if sign.beat is None:  # The others beat: who has never done so is not known to run.
+        return "silent, never heard of" + (f"; {otherwise}" if otherwise else "")
     beat = sign.beat
     since_s = beat.since_s + (sign.heard_s or 0.0)
     doing = _DOING.get(beat.doing, "{name!r}").format(name=beat.name, since=f"{since_s:.1f} s")

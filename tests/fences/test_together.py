@@ -1,0 +1,275 @@
+"""One rank of a host brings the arrivals of all: how many messages, how long a chain, and what
+happens when it ends, stands still, or is nobody's friend."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from phasesync.core.model import Broken, Opened, Rank
+from phasesync.fences.base import FenceTransport
+from phasesync.fences.direct import DirectLine
+from phasesync.fences.follower import Follower
+from phasesync.fences.leader import Leader
+from phasesync.fences.store import StoreFences
+from phasesync.testing import FenceWorld, arrives, failure_of
+from tests.fences.processes import (
+    Part,
+    hosted,
+    rank_of,
+    results,
+    running,
+    store_rank,
+)
+from tests.fences.test_conformance import tcp_store
+
+MESSAGES = {"Append": 1, "Count": 2, "Put": 1, "Get": 2, "Wait": 4, "Read": 4, "Tell": 0}
+
+
+def world_of(store: Any, size: int, hosts: int = 1, **named: Any) -> FenceWorld:
+    """So many ranks, as many on each of the hosts."""
+    here = size // hosts
+
+    def make(run: str, rank: Rank, incarnation: int) -> FenceTransport:
+        host = f"host-{rank.number // here}"
+        return StoreFences(store, rank=rank, incarnation=incarnation, run=run, host=host, **named)
+
+    return FenceWorld(make, size)
+
+
+async def pass_until_together(world: FenceWorld, since: int = 0) -> int:
+    """The first fences, by which the ranks of a host find each other; the next generation."""
+    for generation in range(since, since + 6):
+        got = await world.all_arrive(world.call(generation))
+        assert all(isinstance(each, Opened) for each in got), got
+        await asyncio.sleep(0.05)
+    return since + 6
+
+
+@contextmanager
+def counted() -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """What the ranks of this process ask of the store, and say to each other."""
+    asked: Counter[str] = Counter()
+    said: Counter[str] = Counter()
+    plain, ask, send = DirectLine._next, Follower._ask, Leader._decided
+
+    def nexts(line: Any, job: Any, reply: Any) -> Any:
+        steps, job.steps = job.steps, _Watched(job.steps, asked)
+        try:
+            return plain(line, job, reply)
+        finally:
+            job.steps = steps
+
+    def asks(follower: Any, what: str, *rest: Any, **named: Any) -> Any:
+        said[what] += 1
+        return ask(follower, what, *rest, **named)
+
+    def decides(leader: Any, gathering: Any, brought: Any) -> Any:
+        said["told"] += len(gathering.ranks) - 1
+        return send(leader, gathering, brought)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DirectLine, "_next", nexts)
+        patch.setattr(Follower, "_ask", asks)
+        patch.setattr(Leader, "_decided", decides)
+        yield asked, said
+
+
+class _Watched:
+    """Steps, of which each operation is counted as it is asked for."""
+
+    def __init__(self, steps: Any, asked: Counter[str]) -> None:
+        self._steps = steps
+        self._asked = asked
+
+    def send(self, reply: Any) -> Any:
+        operation = self._steps.send(reply)
+        kind = type(operation)
+        self._asked[kind.__name__] += 1
+        return operation
+
+
+def messages(asked: Counter[str]) -> int:
+    return sum(MESSAGES.get(name, 2) * count for name, count in asked.items())
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_host_by_itself_asks_the_store_twelve_times_however_many_it_has(size: int) -> None:
+    """Append, count, decide and look at the head, put the head, tidy up: one round trip, 14
+    messages with their replies; and one message each way for each of the others."""
+
+    async def check() -> None:
+        world = world_of(tcp_store(), size)
+        await world.open()
+        generation = await pass_until_together(world)
+        generation = await pass_until_together(world, generation)
+        with counted() as (asked, said):
+            got = await world.all_arrive(world.call(generation))
+            assert all(isinstance(each, Opened) for each in got)
+            await asyncio.sleep(0.1)
+        assert asked["CompareSet"] == asked["Append"] == 1
+        assert asked["Wait"] == 0
+        assert messages(asked) == 14, asked
+        assert said == {"arrive": size - 1, "told": size - 1}
+        await world.close()
+
+    asyncio.run(check())
+
+
+def test_hosts_ask_the_store_once_each() -> None:
+    """7 messages a host and 7 for deciding and tidying up, as for single ranks."""
+
+    async def check() -> None:
+        world = world_of(tcp_store(), 8, hosts=4)
+        await world.open()
+        generation = await pass_until_together(world)
+        generation = await pass_until_together(world, generation)
+        with counted() as (asked, said):
+            got = await world.all_arrive(world.call(generation))
+            assert all(isinstance(each, Opened) for each in got)
+            await asyncio.sleep(0.1)
+        assert asked["Append"] == asked["Add"] == 4
+        assert messages(asked) <= 7 * 4 + 14, asked
+        assert said == {"arrive": 4, "told": 4}
+        await world.close()
+
+    asyncio.run(check())
+
+
+def test_a_threshold_above_the_host_lets_each_come_by_itself() -> None:
+    async def check() -> None:
+        for least in (0, 4):
+            world = world_of(tcp_store(), 3, together_from=least)
+            await world.open()
+            generation = await pass_until_together(world)
+            with counted() as (asked, said):
+                await world.all_arrive(world.call(generation))
+            assert (asked["Append"], said["arrive"]) == (3, 0)
+            await world.close()
+
+    asyncio.run(check())
+
+
+def test_a_watch_through_the_leader_hears_a_break_before_anybody_arrives() -> None:
+    async def check() -> None:
+        world = world_of(tcp_store(), 4)
+        await world.open()
+        generation = await pass_until_together(world)
+        call = world.call(generation)
+        *watchers, sick = world.ranks
+        with counted() as (asked, said):
+            watches = [asyncio.ensure_future(world.ends[r].watch(call)) for r in watchers]
+            await asyncio.sleep(0.2)
+            assert (asked["Wait"], said["watch"]) == (1, 2), "one line of the host waits"
+        await world.ends[sick].fail(call, arrives(call, sick, cause=failure_of(sick)))
+        async with asyncio.timeout(5):
+            heard = await asyncio.gather(*watches)
+        assert {each.cause for each in heard if isinstance(each, Broken)} == {failure_of(sick)}
+        await world.close()
+
+    asyncio.run(check())
+
+
+def leader_of(world: FenceWorld) -> StoreFences:
+    end = world.ends[world.ranks[0]]
+    assert isinstance(end, StoreFences)
+    return end
+
+
+@pytest.mark.parametrize("watches", [False, True])
+def test_a_leader_whose_connections_close_is_passed_by_at_once(watches: bool) -> None:
+    """It has arrivals in its hands, or was to say when a fence breaks."""
+
+    async def check() -> None:
+        world = world_of(tcp_store(), 3)
+        await world.open()
+        generation = await pass_until_together(world)
+        call = world.call(generation)
+        first, *others = world.ranks
+        act = world.ends[others[0]].watch if watches else None
+        waiting: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(act(call) if act else world.arrive(others[0], call))
+        ]
+        await asyncio.sleep(0.1)
+        door = leader_of(world)._mates._leader
+        assert door is not None
+        door.close()
+        async with asyncio.timeout(5):
+            waiting += [
+                asyncio.ensure_future(world.arrive(rank, call)) for rank in (first, others[1])
+            ]
+            if watches:
+                waiting.append(asyncio.ensure_future(world.arrive(others[0], call)))
+            got = await asyncio.gather(*waiting)
+        assert {type(each) for each in got} == {Opened}, got
+        following = await world.all_arrive(world.call(generation + 1))
+        assert {type(each) for each in following} == {Opened}
+        await world.close()
+
+    asyncio.run(check())
+
+
+def test_a_stranger_at_the_door_is_refused_and_a_late_greeting_hurts_nobody() -> None:
+    async def check() -> None:
+        world = world_of(tcp_store(), 2)
+        await world.open()
+        generation = await pass_until_together(world)
+        door = leader_of(world)._mates._leader
+        assert door is not None
+        assert door._server is not None
+        path = door._server.sockets[0].getsockname()
+        for said in (b"x" * 44, door.greeting[:-1] + b"?", b"GET / HTTP/1.1\r\n" * 9):
+            end = socket.socket(socket.AF_UNIX)
+            end.connect(path)
+            end.sendall(said)
+            end.setblocking(False)
+            reader, writer = await asyncio.open_unix_connection(sock=end)
+            async with asyncio.timeout(5):
+                with suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+            writer.close()
+        got = await world.all_arrive(world.call(generation))
+        assert {type(each) for each in got} == {Opened}
+        await world.close()
+
+    asyncio.run(check())
+
+
+def test_a_frozen_leader_is_the_only_one_that_is_missing() -> None:
+    """Its followers come by themselves before their deadline: it is not they who are late."""
+    with hosted() as host:
+        base = Part(number=0, size=4, run="frozen-leader", address=("tcp", host.port))
+        base = replace(base, deadline_s=2.5, generations=6, acts_at=5)
+        parts = [replace(base, number=n) for n in range(4)]
+        parts[0] = replace(parts[0], act="frozen")
+        with running(store_rank, parts) as started:
+            living = {n: started[n] for n in started if n != 0}
+            seen = results(living, 40.0)
+            os.kill(started[0][0].pid, signal.SIGCONT)
+            seen |= results({0: started[0]}, 40.0)
+    assert len(seen) == 4
+    assert {each.last[0] for each in seen.values()} == {"broken"}, seen
+    causes = {each.last[1] for each in seen.values()}
+    assert len(causes) == 1
+    assert causes.pop().missing == (rank_of(0),)
+
+
+def test_a_killed_leader_is_known_to_its_followers_at_once() -> None:
+    with hosted() as host:
+        base = Part(number=0, size=4, run="killed-leader", address=("tcp", host.port))
+        base = replace(base, deadline_s=30.0, generations=6, acts_at=5)
+        parts = [replace(base, number=n) for n in range(4)]
+        parts[0] = replace(parts[0], act="killed")
+        with running(store_rank, parts) as started:
+            seen = results(started, 25.0)
+    assert sorted(seen) == [1, 2, 3]
+    for each in seen.values():
+        kind, cause = each.last
+        assert (kind, cause.kind, cause.ranks) == ("broken", "dead", (rank_of(0),))
