@@ -1,15 +1,17 @@
 """Any N against explicit ranks, on protocols by chance and every mutation: `python -m
-tests.checker.soundness 1000 [FIRST]`.
+tests.checker.soundness 1000 [FIRST] [--jobs 16] [--every]`.
 
 Of each protocol it asks three things: where any N holds, no number of ranks tried breaks a rule;
 what explicit ranks break, any N does not hold for; and how often any N says neither.
 """
 
+import argparse
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 from phasesync.checker.anyn import Mutate, counts, sized, tracked, unclosed
@@ -25,11 +27,13 @@ from phasesync.core.verdict import Undecided, Violated
 
 from . import chance
 
-__all__ = ("Answer", "ask", "same", "survey")
+__all__ = ("DECIDED_MIN", "Answer", "ask", "decided", "same", "survey")
 
 #: Ranks, ranks a group, epochs, faults in one run: what is counted out beside any N.
 SIZES = ((2, 2, 2, 2), (3, 3, 1, 1), (4, 2, 1, 1), (4, 4, 1, 1), (5, 5, 1, 1), (2, 1, 2, 1))
 STATES_MAX = 30_000
+#: On how much any N must decide.
+DECIDED_MIN = 0.9
 
 
 def same(plan: Plan) -> Plan:
@@ -76,9 +80,10 @@ def ask(protocol: Protocol, options: Mapping[str, OptionValue], mutate: Mutate) 
 
 
 def _questions(
-    dice: random.Random,
+    dice: random.Random, *, every: bool = False
 ) -> Iterator[tuple[Protocol, Mapping[str, OptionValue], str, Mutate]]:
-    """A protocol by chance under options by chance: as it is, and with one mistake planted."""
+    """A protocol by chance under options by chance: as it is, and with one mistake planted, or with
+    each in turn."""
     protocol = chance.protocol(dice)
     options = dice.choice(assignments(protocol))
     yield protocol, options, "", same
@@ -87,39 +92,64 @@ def _questions(
         for each in mutations(protocol)
         if each.name not in (Defect.NO_FLOOR.value, Defect.RESTARTS_EARLY.value)
     ]
-    if planted:
-        mutation = dice.choice(planted)
+    chosen = planted if every else [dice.choice(planted)] if planted else []
+    for mutation in chosen:
         yield protocol, options, mutation.name, mutation.mutate
 
 
-def survey(first: int, count: int) -> tuple[Counter[str], list[str]]:
+def survey(first: int, count: int, *, every: bool = False) -> tuple[Counter[str], list[str]]:
     """How often each answer came up, and every contradiction."""
     tally: Counter[str] = Counter()
     wrong: list[str] = []
     for seed in range(first, first + count):
-        for protocol, options, name, mutate in _questions(random.Random(seed)):
+        for protocol, options, name, mutate in _questions(random.Random(seed), every=every):
             any_n, broken, left_out = ask(protocol, options, mutate)
             known = any_n in ("holds", "broken", "undecided")
-            tally[any_n if known else "does not apply"] += 1
+            if any_n == "broken" and not broken:
+                any_n = "broken by the token alone"
+            tally["questions"] += 1
+            tally[any_n if known else f"does not apply: {any_n}"] += 1
             tally["explicit broken"] += bool(broken)
             tally["sizes left out"] += left_out
-            if any_n == "broken" and not broken:
-                tally["broken by the token alone"] += 1
             if any_n == "holds" and broken:
                 wrong.append(f"seed {seed} {name or 'as it is'} {dict(options)}: {broken}")
     return tally, wrong
 
 
+def decided(tally: Counter[str]) -> float:
+    """On how much any N decides: it holds, or explicit ranks break what it finds broken."""
+    return (tally["holds"] + tally["broken"]) / tally["questions"]
+
+
 def main() -> int:
-    """Counts, then every contradiction; 1 if there is one."""
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    """Counts, then every contradiction; 1 if there is one, or if any N decides too little."""
+    parser = argparse.ArgumentParser(prog="python -m tests.checker.soundness", description=__doc__)
+    parser.add_argument("count", type=int, nargs="?", default=200, help="protocols")
+    parser.add_argument("first", type=int, nargs="?", default=0, help="seed of the first")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--every", action="store_true", help="every mutation, not one by chance")
+    asked = parser.parse_args()
     began = time.monotonic()
-    tally, wrong = survey(first, count)
-    print(f"{count} protocols from seed {first}, {time.monotonic() - began:.0f} s: {dict(tally)}")
+    tally: Counter[str] = Counter()
+    wrong: list[str] = []
+    one = partial(_one, every=asked.every)
+    seeds = range(asked.first, asked.first + asked.count)
+    with ProcessPoolExecutor(asked.jobs) as pool:
+        for counts_, found in pool.map(one, seeds):
+            tally += counts_
+            wrong += found
+    took = time.monotonic() - began
+    print(f"{asked.count} protocols from seed {asked.first}, {asked.jobs} jobs, {took:.0f} s")
+    for answer, times in tally.most_common():
+        print(f"{times:8}  {answer}")
+    print(f"decided: {100 * decided(tally):.1f} %; contradictions: {len(wrong)}")
     for each in wrong:
         print(f"any N holds, but {each}")
-    return bool(wrong)
+    return int(bool(wrong) or decided(tally) < DECIDED_MIN)
+
+
+def _one(seed: int, *, every: bool) -> tuple[Counter[str], list[str]]:
+    return survey(seed, 1, every=every)
 
 
 if __name__ == "__main__":

@@ -100,11 +100,51 @@ def closure(
             return str(error)
         sorts = len({shape(three, block.slots) for block in blocks(three)})
         if protocol.groups and sorts > len(protocol.active_roles):
-            return "groups of ranks differ from each other"
+            found = _each_alone(protocol, options, mutate) if size == 1 else None
+            return found or "groups of ranks differ from each other"
         if fixed or all(_of_a_sort(each, members) for each in more):
             larger = plan if fixed else more[0]
             return Closure(plan, tuple(_tracked(plan, larger, members)))
     return reason
+
+
+def _each_alone(
+    protocol: Protocol, options: Mapping[str, OptionValue], mutate: Mutate
+) -> Closure | None:
+    """Groups of one rank that differ, as where a fence of the world does without one of them: each
+    sort is tracked by itself. Whatever scope holds somebody else too is, seen from there, a world.
+
+    That further ranks are of a sort that is tracked is read off plans with one and two more.
+    """
+    plans = [_worldly(mutate(_grouped(protocol, options, 1, groups))) for groups in (3, 4, 5)]
+    sorts: list[dict[object, int]] = []
+    for plan in plans:
+        found = blocks(plan)
+        if any(sum(slot.rank >= 0 for slot in block.slots) > 1 for block in found):
+            return None
+        sorts.append({shape(plan, block.slots): at for at, block in enumerate(found)})
+    if any(each.keys() != sorts[0].keys() for each in sorts):
+        return None
+    return Closure(plans[0], tuple((at, frozenset()) for at in sorted(sorts[0].values())))
+
+
+def _worldly(plan: Plan) -> Plan:
+    """The plan with every scope of several ranks as the world."""
+    wide = {at for at, scope in enumerate(plan.scopes) if len(scope.members) > 1}
+
+    def program(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        return tuple(
+            step._replace(scope=plan.world)
+            if isinstance(step, Wait) and step.scope in wide
+            else step
+            for step in steps
+        )
+
+    return replace(
+        plan,
+        programs=tuple(map(program, plan.programs)),
+        recover=tuple(map(program, plan.recover)),
+    )
 
 
 def _grouped(
