@@ -204,3 +204,49 @@ def test_how_the_length_grows_with_n() -> None:
     assert grows([(2, 22), (4, 22), (6, 22)]) == "22 steps whatever N"
     assert grows([(2, None), (3, 27), (4, 34), (5, 41)]) == "7N + 6 steps from N = 3 on"
     assert grows([(2, 5), (3, 9), (4, 7)]) == "5 steps at N = 2, 9 steps at N = 3, 7 steps at N = 4"
+
+
+@pytest.mark.parametrize("any_n", [True, False])
+def test_many_ranks_do_what_goes_wrong_on_two(any_n: bool) -> None:
+    """Eight are too many to count out in time: the shortest run is of two, and eight follow it."""
+    report = check(
+        load("colocated"),
+        ranks=8,
+        options={"replica_size": 8},
+        faults="none",
+        mutate=without_fence("staged"),
+        settings=Settings(any_n=any_n, states_max=5_000),
+    )
+    broken = {case.ranks: case.verdict for case in report.cases}
+    two, eight = broken[2], broken[8]
+    assert isinstance(two, Violated)
+    assert isinstance(eight, Violated)
+    assert (two.shortest, eight.shortest) == (True, False)
+    assert two.property == eight.property == "mapped"
+    assert len(two.path) < len(eight.path)
+    assert report.counterexample is not None
+    assert report.counterexample.ranks == 2
+
+
+@pytest.mark.parametrize(
+    "fence",
+    [
+        "ready_for_weights",
+        "transfer_done",
+        "memory_released",
+        "ready_to_serve",
+        "rollout_over",
+        "asleep",
+    ],
+)
+def test_each_fence_removed_is_found_whatever_size_is_asked(fence: str) -> None:
+    report = check(
+        load("colocated"),
+        ranks=8,
+        options={"replica_size": 8},
+        faults="none",
+        mutate=without_fence(fence),
+        settings=Settings(states_max=5_000),
+    )
+    eight = next(case.verdict for case in report.cases if case.ranks == 8)
+    assert isinstance(eight, Violated)

@@ -58,6 +58,13 @@ def test_simulate_answers_what_ifs_and_says_which_fault_cannot_strike(run: Run) 
     assert "note: fail:1@load never struck; load is done by trainer/0" in said.err
 
 
+def test_a_what_if_that_is_neither_option_nor_fault_says_what_may_be_named(run: Run) -> None:
+    said = run("simulate", "colocated", "--ranks", "2", "--what-if", "nosuch=1")
+    assert said.code == 2
+    assert "no option 'nosuch'; options are: replica_size, param_offload" in said.err
+    assert "or name a fault" in said.err
+
+
 def test_export_promela(run: Run) -> None:
     said = run("check", "basic", "--export", "promela")
     assert said.code == 0

@@ -11,11 +11,19 @@ from typing import NamedTuple, TypeAlias
 
 from phasesync.checker.anyn import Mutate, counts, gist, sized, tracked, tracked_plan, unclosed
 from phasesync.checker.cover import decided, families
-from phasesync.checker.explicit import behind_plan_fence, explore, judge, never_reached, vacuous
+from phasesync.checker.explicit import (
+    behind_plan_fence,
+    explore,
+    judge,
+    never_reached,
+    told,
+    vacuous,
+)
 from phasesync.checker.growth import growth
 from phasesync.checker.report import SAFETY, Assignment, Case, Report
 from phasesync.checker.search import Budget, Found
 from phasesync.checker.skeleton import bare
+from phasesync.checker.widen import widened
 from phasesync.core.kernel import Faults, Kind
 from phasesync.core.model import OptionValue
 from phasesync.core.options import assignments
@@ -39,6 +47,9 @@ FAULTS: Mapping[str, Faults] = {
     "mixed": Faults(most=1, mixed=True),
 }
 _ONE_FAULT = "crash or fail"
+#: Up to so many ranks are counted out before anything is guessed.
+COUNTED_MAX = 4
+ANY_TWO = Faults(most=2, crash=True, fail=True, deadlines=True)
 _Options: TypeAlias = dict[str, OptionValue]
 
 
@@ -386,8 +397,58 @@ class _Run:
         self._note(options, Undecided(bound=bound, states=found.states, depth=found.depth))
 
     def _explicit(self, plain: _Plain) -> None:
+        if plain.ranks > COUNTED_MAX and (case := self._widened(plain)) is not None:
+            self.cases.append(case)
+            return
         if (case := self._search(plain, deadlocks=True)) is not None:
             self.cases.append(case)
+
+    def _widened(self, plain: _Plain) -> Case | None:
+        """What goes wrong on two ranks, done by that many; None where it does not go wrong."""
+        if (few := self._few(plain)) is None:
+            return None
+        before = self.elapsed()
+        assert isinstance(few.verdict, Violated)
+        assert few.plan is not None
+        members = counts(self.protocol, plain.ranks)
+        devices = self._devices(members)
+        many = self.mutate(resolve(self.protocol, members, plain.options, devices=devices))
+        faults = plain.faults if few.faults == plain.said else ANY_TWO
+        found = widened(few.plan, few.verdict.path, many, faults, plain.epochs)
+        if found is None:
+            return None
+        return Case(
+            ranks=len(many.members),
+            options=_assignment(plain.options),
+            faults=few.faults,
+            epochs=plain.epochs,
+            asks=(SAFETY,),
+            verdict=told(many, found, states=len(found.systems)),
+            elapsed_s=self._since(before),
+            extra=plain.extra,
+            plan=many,
+        )
+
+    def _few(self, plain: _Plain) -> Case | None:
+        """A case of few ranks and of these options in which a rule breaks."""
+        asked = self._sort(dict(plain.options))
+        for case in self.cases:
+            if isinstance(case.verdict, Violated) and case.verdict.violations and case.plan:
+                few = len(case.plan.members) <= COUNTED_MAX
+                if few and self._sort(dict(case.options)) == asked:
+                    return case
+        if self._proved(plain):
+            return None
+        ranks = min(2, self._size(plain.options) or 1)
+        fitted = sized(self.protocol, plain.options, ranks)
+        try:
+            tried = self._search(plain._replace(ranks=ranks, options=fitted), deadlocks=False)
+        except PlanError:
+            return None
+        if tried is None or not isinstance(tried.verdict, Violated) or not tried.verdict.violations:
+            return None
+        self.cases.append(tried)
+        return tried
 
     def _search(self, plain: _Plain, *, deadlocks: bool) -> Case | None:
         before = self.elapsed()
@@ -435,6 +496,10 @@ class _Run:
         """Whether safety has been proved under these options, whatever the number of ranks."""
         if plan.defects or self.settings.atomic or not self.settings.reduction:
             return False
+        return self._proved(plain)
+
+    def _proved(self, plain: _Plain) -> bool:
+        """Whether any N holds under these options."""
         asked = self._sort(dict(plain.options))
         return any(
             asked in (self._sort(dict(each)) for each in (case.options, *case.covers))

@@ -15,7 +15,7 @@ from phasesync.core.kernel import Faults, Kind, Status, next_step
 from phasesync.core.plan import FIRST_FROM_S, PLAN, Act, Plan, Wait
 from phasesync.core.verdict import DEADLOCK, SOMETIMES, Holds, Undecided, Verdict, Violated
 
-__all__ = ("behind_plan_fence", "explore", "judge", "never_reached")
+__all__ = ("behind_plan_fence", "explore", "judge", "never_reached", "told")
 
 
 def behind_plan_fence(plan: Plan) -> Plan:
@@ -93,6 +93,11 @@ def _told(plan: Plan, found: Found, lifted: Lifted, *, shortest: bool) -> Violat
         says=lifted.violations[0].says,
         shortest=shortest,
     )
+
+
+def told(plan: Plan, lifted: Lifted, *, states: int) -> Violated:
+    """The verdict on a run that breaks a rule, and need not be a shortest one."""
+    return _told(plan, Found(states=states), lifted, shortest=False)
 
 
 def _who_waits(plan: Plan, lifted: Lifted) -> str:

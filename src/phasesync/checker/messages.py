@@ -152,6 +152,8 @@ class _Histories:
         self.nodes: list[_Node] = []
         self.replies: list[tuple[Any, ...]] = []
         self._after: dict[tuple[int, Any], int] = {}
+        self._ended: dict[tuple[tuple[Any, ...], ...], int] = {}
+        self._over: dict[tuple[tuple[Any, ...], ...], int] = {}
         self.first = self._add(())
 
     def after(self, node: int, reply: Any) -> int:
@@ -160,6 +162,15 @@ class _Histories:
         if found is None:
             found = self._after[node, reply] = self._add((*self.replies[node], reply))
         return found
+
+    def ended(self, node: int) -> int:
+        """The same for one that came to its end."""
+        return self._ended.setdefault(self.nodes[node].notes, node)
+
+    def over(self, node: int) -> int:
+        """The node that stands for one at which the process does nothing more: of such a process
+        only the notes count."""
+        return self._over.setdefault(self.nodes[node].notes, node)
 
     def _add(self, replies: tuple[Any, ...]) -> int:
         self.nodes.append(self._replay(replies))
@@ -411,7 +422,7 @@ class _Explorer:
                 continue
             if process.may_crash and state.crashes < self.cast.crashes:
                 # The node is kept below zero: what the dead one had noted still counts.
-                dead = _with(state, at, -node - 3)
+                dead = _with(state, at, -history.over(node) - 3)
                 yield f"{process.name} crashes", dead._replace(crashes=state.crashes + 1)
             if process.name in view.waits:
                 continue
@@ -421,9 +432,11 @@ class _Explorer:
             yield label, after
             if process.may_crash and len(state.cut) < self.cast.losses:
                 cut = state.cut | {at}
-                yield f"{label} lost", state._replace(cut=cut)
+                lost = _with(state, at, history.over(node))
+                yield f"{label} lost", lost._replace(cut=cut)
                 # What its invariants read is what came of it, which it does not act on.
-                yield f"{label} unanswered", after._replace(cut=cut)
+                over = _with(after, at, history.over(after.nodes[at]))
+                yield f"{label} unanswered", over._replace(cut=cut)
             if isinstance(operation, self.medium.twice) and state.repeats < self.cast.repeats:
                 twice = self._performed(state, at, operation, times=2)
                 yield f"{label} twice", twice._replace(repeats=state.repeats + 1)
@@ -432,7 +445,10 @@ class _Explorer:
         values, reply = state.values, None
         for _ in range(times):
             values, reply = self.medium.perform(values, operation)
-        node = self.histories[at].after(state.nodes[at], reply)
+        history = self.histories[at]
+        node = history.after(state.nodes[at], reply)
+        if history.nodes[node].operation is None:
+            node = history.ended(node)
         return _with(state._replace(values=values), at, node)
 
 

@@ -101,6 +101,12 @@ class _Asked:
         name = text.partition("=")[0]
         if name in {str(decl.name) for decl in self.declared.options}:
             return self.run([*self.given["options"], text], self.given["faults"])
+        if "=" in text and ":" not in name:
+            have = ", ".join(str(decl.name) for decl in self.declared.options) or "none"
+            raise click.UsageError(
+                f"--what-if {text}: no option {name!r}; options are: {have}; or name a fault, "
+                "as slow:3@load*8"
+            )
         return self.run(self.given["options"], [*self.given["faults"], text])
 
 

@@ -637,4 +637,8 @@ def _stripped(value: object) -> object:
     body = {
         name: _stripped(getattr(value, name)) for name in fields if name not in ("place", "file")
     }
-    return {"": type(value).__name__, **body}
+    return {"": type(value).__name__, **_ONCE.get(type(value).__name__, {}), **body}
+
+
+#: Fields that declarations had once, empty in every protocol: stored digests cover them.
+_ONCE: Mapping[str, Mapping[str, object]] = {"ResourceDecl": {"tag": None}}

@@ -148,7 +148,6 @@ class ResourceDecl:
     content: bool = False
     freed: bool = False
     start: Condition | None = None
-    tag: str | None = None
     place: Place = NOWHERE
 
 
