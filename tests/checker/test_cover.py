@@ -4,14 +4,15 @@ import random
 
 import pytest
 
-from phasesync.checker.anyn import counts, tracked_plan
+from phasesync.checker import Settings, check
+from phasesync.checker.anyn import counts, gist, tracked_plan
 from phasesync.checker.cover import covers, decided, families
 from phasesync.checker.explicit import explore
 from phasesync.core.kernel import Faults
 from phasesync.core.options import assignments
-from phasesync.core.plan import Plan, resolve
+from phasesync.core.plan import Plan, resolve, settle
 from phasesync.core.protocol import Protocol
-from phasesync.core.verdict import Violated
+from phasesync.core.verdict import Holds, Violated
 from phasesync.spec import load
 
 from . import chance
@@ -63,3 +64,43 @@ def test_what_is_broken_is_broken_in_the_plan_that_covers_it(seed: int) -> None:
 
 def _verdict(plan: Plan) -> object:
     return explore(plan, ONE, 1, shortest=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "assignments_", "searches", "states"),
+    [("colocated", 16, 6, 4_100), ("colocated_each", 192, 8, 8_600)],
+)
+def test_few_searches_answer_for_every_assignment(
+    name: str, assignments_: int, searches: int, states: int
+) -> None:
+    """What makes any N a matter of a second: both counts are exact and have no clock in them."""
+    report = check(load(name), faults="none", settings=Settings(states_max=20_000))
+    asked = [case for case in report.cases if case.ranks is None]
+    assert all(isinstance(case.verdict, Holds) for case in asked)
+    assert len(asked) == searches
+    assert sum(1 + len(case.covers) for case in asked) == assignments_
+    assert sum(case.verdict.states for case in asked) < states
+
+
+def test_where_a_group_goes_on_a_fence_of_it_is_one_of_the_world() -> None:
+    protocol = load("colocated")
+    near, far = (
+        tracked_plan(protocol, settle(protocol, {"fence_scope": scope}))
+        for scope in ("replica", "world")
+    )
+    assert near.programs != far.programs
+    assert gist(near).programs == gist(far).programs
+    alone, together = (
+        tracked_plan(protocol, settle(protocol, {"fence_scope": scope, "replica_size": 1}))
+        for scope in ("replica", "world")
+    )
+    assert gist(alone).programs != gist(together).programs
+
+
+def test_an_action_that_is_done_twice_is_one_that_takes_longer() -> None:
+    protocol = load("colocated_each")
+    once, twice = (
+        tracked_plan(protocol, settle(protocol, {"lora": lora})) for lora in ("none", "adapter")
+    )
+    assert len(once.programs[0]) + 1 == len(twice.programs[0])
+    assert gist(once).programs == gist(twice).programs

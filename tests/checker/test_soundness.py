@@ -12,7 +12,7 @@ from phasesync.checker.space import Space
 from phasesync.core.kernel import Faults
 from phasesync.core.plan import resolve, settle
 from phasesync.core.protocol import ELSEWHERE
-from phasesync.spec import load
+from phasesync.spec import load, loads
 
 from . import chance
 from .soundness import decided, same, survey
@@ -80,8 +80,8 @@ def test_where_groups_of_one_rank_differ_each_sort_is_tracked(place: int) -> Non
     assert isinstance(found, Closure)
     assert len(found.blocks) == 2
     assert tracked(protocol, alone, mutate=mutation.mutate).trail is None
-    plan = mutation.mutate(resolve(protocol, 4, alone))
-    assert search(Space(plan, ONE, 2), deadlocks=False).trail is None
+    plan = mutation.mutate(resolve(protocol, 3, alone))
+    assert search(Space(plan, ONE, 1), deadlocks=False).trail is None
 
 
 def test_where_no_part_is_closed_any_n_says_why() -> None:
@@ -89,3 +89,48 @@ def test_where_no_part_is_closed_any_n_says_why() -> None:
     far = tuple(replace(each, on=ELSEWHERE) for each in protocol.invariants[:1])
     reason = unclosed(replace(protocol, invariants=far), settle(protocol), same)
     assert reason == "a never speaks of other devices, so that no finite part is closed"
+
+
+AGREES = """
+phasesync: 1
+protocol: agrees
+options:
+  replica_size: {type: int, default: 2, min: 1}
+groups:
+  replica: {of: trainer, size: replica_size}
+roles:
+  trainer: {place: one per device}
+  engine:  {place: one per replica, driven_by: leader}
+resources:
+  weights: {owner: engine, content: version, start: {mapped: true}}
+agree: [{content: weights, across: replica}]
+phases:
+  - load:  {writes: weights}
+  - fence: loaded
+    deadline_s: 60
+  - serve: {uses: weights}
+  - fence: over
+    deadline_s: 60
+"""
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_what_agrees_in_pairs_is_tracked_by_those_who_may_differ(fenced: bool) -> None:
+    """The leader, one who asks, and the two whose contents differ; explicit ranks say the same."""
+    protocol = loads(
+        AGREES if fenced else AGREES.replace("  - fence: loaded\n    deadline_s: 60\n", "")
+    )
+    two = sized(protocol, settle(protocol), 2)
+    found = closure(protocol, two, same)
+    assert isinstance(found, Closure)
+    assert len(found.plan.members) == 4
+    assert (tracked(protocol, two, mutate=same).trail is None) is fenced
+    for ranks in (2, 3, 5):
+        plan = resolve(protocol, ranks, sized(protocol, two, ranks))
+        assert (search(Space(plan, ONE, 1), deadlocks=False).trail is None) is fenced
+
+
+def test_what_agrees_across_all_ranks_is_counted_out_only() -> None:
+    protocol = loads(AGREES.replace("across: replica", "across: world"))
+    reason = unclosed(protocol, settle(protocol), same)
+    assert reason == "an agree speaks of the devices of all ranks, so that no finite part is closed"

@@ -16,7 +16,15 @@ from phasesync.checker.space import Others, Space
 from phasesync.core.kernel import Faults
 from phasesync.core.model import OptionValue
 from phasesync.core.plan import Act, Plan, Step, Wait, resolve
-from phasesync.core.protocol import ELSEWHERE, EVERYWHERE, InvariantKind, Protocol, Verb
+from phasesync.core.protocol import (
+    ELSEWHERE,
+    EVERYWHERE,
+    WORLD,
+    Invariant,
+    InvariantKind,
+    Protocol,
+    Verb,
+)
 from phasesync.errors import PlanError
 
 __all__ = (
@@ -78,8 +86,8 @@ def closure(
     never = [each for each in protocol.invariants if each.kind is InvariantKind.NEVER]
     if any(each.on == ELSEWHERE for each in never):
         return "a never speaks of other devices, so that no finite part is closed"
-    if any(each.kind is InvariantKind.AGREE for each in protocol.invariants):
-        return "an agree speaks of all devices of a group, so that no part of it is closed"
+    if any(each.on == WORLD for each in _agreeing(protocol)):
+        return "an agree speaks of the devices of all ranks, so that no finite part is closed"
     if len(protocol.groups) > 1:
         return "ranks belong to more than one group, so that they are not interchangeable"
     sizes = [options[g.size] if isinstance(g.size, str) else g.size for g in protocol.groups]
@@ -87,7 +95,8 @@ def closure(
     assert isinstance(size, int)
     fixed = size == 1 or any(isinstance(group.size, int) for group in protocol.groups)
     reason = "members of a group are not interchangeable"
-    for members in (size,) if fixed else (2, 3):
+    least = _members_min(protocol)
+    for members in (size,) if fixed else (least, least + 1):
         try:
             plan = mutate(_grouped(protocol, options, members, 1))
             three = mutate(_grouped(protocol, options, members, 3))
@@ -147,6 +156,16 @@ def _worldly(plan: Plan) -> Plan:
     )
 
 
+def _agreeing(protocol: Protocol) -> list[Invariant]:
+    return [each for each in protocol.invariants if each.kind is InvariantKind.AGREE]
+
+
+def _members_min(protocol: Protocol) -> int:
+    """How many members of a group speak for all: the leader and one more. What agrees does so in
+    pairs: where that is asked, one who asks and the two whose contents differ."""
+    return 4 if _agreeing(protocol) else 2
+
+
 def _grouped(
     protocol: Protocol, options: Mapping[str, OptionValue], members: int, groups: int
 ) -> Plan:
@@ -188,7 +207,7 @@ def tracked_plan(protocol: Protocol, options: Mapping[str, OptionValue]) -> Plan
     for group in protocol.groups:
         size = options[group.size] if isinstance(group.size, str) else group.size
         assert isinstance(size, int)
-        members = size if isinstance(group.size, int) else min(size, 2)
+        members = size if isinstance(group.size, int) or size == 1 else _members_min(protocol)
     return _grouped(protocol, options, members, 1)
 
 
