@@ -39,7 +39,7 @@ def explored(players: Cast) -> Explored:
     return explore_messages(players, STATES)
 
 
-@pytest.mark.parametrize(("at", "states", "ends"), [("store", 977, 64), ("hub", 35, 4)])
+@pytest.mark.parametrize(("at", "states", "ends"), [("store", 881, 16), ("hub", 35, 4)])
 def test_two_ranks_two_epochs_in_every_order(at: str, states: int, ends: int) -> None:
     found = explored(cast(2, 2, at=at))
     sound(found)
