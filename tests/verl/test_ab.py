@@ -111,7 +111,7 @@ def test_observe_finds_the_race_and_leaves_the_job_alone(tmp_path: Path) -> None
     found = verdict(watched.runs)
     row(
         f"verl {RELEASE}",
-        "the same, observed",
+        "rank 2 offloads 3 s late, observed",
         stock.line,
         f"audit: {found.verdict} {found.rule or ''}",
     )
