@@ -102,6 +102,38 @@ def test_the_watchdog_names_who_never_came(tmp_path: Path) -> None:
     )
 
 
+def test_under_ray_every_kind_of_actor_is_a_world_of_its_own(tmp_path: Path) -> None:
+    """Ranks are counted in each: the first of one must not be taken for the first of the other."""
+    lines = [
+        (f"({actor} pid={pid}) ", CAUGHT.format(rank=rank, op="BROADCAST"))
+        for actor, pid, rank in (("RefActor", 11, 0), ("RefActor", 12, 1))
+    ]
+    text = "".join(f"{who}{row}\n" for who, rows in lines for row in rows.splitlines())
+    text += "(Policy pid=21) [rank0]: step 1\n(RefActor pid=13) [rank2]: step 1\n"
+    log = file_of(tmp_path, text, "driver.log")
+    assert guess([log]) == "ray"
+    answer = answer_of("ray", log)
+    assert answer.waiting == ("pid11", "pid12")
+    assert "rank pid13 did not come" in answer.because
+
+
+def test_who_waits_is_not_known_where_ray_folded_lines(tmp_path: Path) -> None:
+    row = CAUGHT.format(rank=0, op="BROADCAST").splitlines()[0]
+    text = f"(RefActor pid=11) {row} [repeated 14x across cluster]\n"
+    text += "(RefActor pid=13) [rank2]: step 1\n"
+    answer = answer_of("ray", file_of(tmp_path, text, "driver.log"))
+    assert (answer.verdict, answer.guilty) == ("inconclusive", ())
+    assert "pid13" not in answer.because
+    assert any("RAY_DEDUP_LOGS=0" in more for more in answer.record_next)
+
+
+@pytest.mark.parametrize("kind", ["ray", "vllm", "sglang", "torchrun"])
+def test_logs_without_a_line_that_means_anything_are_not_ok(tmp_path: Path, kind: str) -> None:
+    answer = answer_of(kind, file_of(tmp_path, "hello\n", "job.log"))
+    assert (answer.verdict, answer.guilty) == ("inconclusive", ())
+    assert "no event" in answer.because
+
+
 def test_the_watchdog_shows_two_collectives_at_one_number(tmp_path: Path) -> None:
     text = CAUGHT.format(rank=0, op="ALLREDUCE") + CAUGHT.format(rank=1, op="_ALLGATHER_BASE")
     answer = answer_of("torchrun", file_of(tmp_path, text, "job.log"))

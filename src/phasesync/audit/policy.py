@@ -31,6 +31,14 @@ _ORDER: Final = {rule: index for index, rule in enumerate(RULES)}
 _SHOWN: Final = 12
 _LEAVES: Final = ("R-FENCE", "R-COVERS", "R-FREED", "R-ROLLBACK", "R-DRIFT")
 
+_NO_EVENT: Final = Finding(
+    rule=None,
+    strength=SUSPECTED,
+    at=0,
+    because="the log has no event, so that nothing can be said of what it is about",
+    record_next=("phases as they start, end and fail, on every rank",),
+)
+
 
 def judge(findings: Iterable[Finding], facts: Facts, *, run: str = "", events: int = 0) -> Answer:
     """The one answer that `findings` amount to."""
@@ -43,6 +51,9 @@ def judge(findings: Iterable[Finding], facts: Facts, *, run: str = "", events: i
     if root is None and facts.header.errors:
         every.append(_of_nobody(facts))
         root = _root(every)
+    if root is None and not events:
+        every.append(_NO_EVENT)
+        root = _NO_EVENT
     if root is None:
         return Answer(
             verdict="ok",

@@ -238,8 +238,9 @@ class Course:
             }
         for event in self.out.events:
             event["rank"] = names[event["rank"]]
-            if "gpus" in event["attrs"]:
-                event["attrs"]["gpus"] = [names.get(rank, rank) for rank in event["attrs"]["gpus"]]
+            for key in ("gpus", "members"):
+                if key in event["attrs"]:
+                    event["attrs"][key] = [names.get(rank, rank) for rank in event["attrs"][key]]
 
     def done(self, ranks: Sequence[int] = ()) -> Imported:
         """The finished trace."""

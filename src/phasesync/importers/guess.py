@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from phasesync.importers.base import read_lines
+from phasesync.importers.enginelogs import is_engine
 from phasesync.importers.flightrecorder import is_dump
 
 __all__ = ("guess",)
@@ -53,9 +54,13 @@ def guess(paths: Sequence[Path]) -> str | None:
     if files and all(is_dump(file) for file in files):
         return "flight-recorder"
     seen: set[str] = set()
+    actors = False
     for file in files:
         for line in islice(read_lines(file), _LINES_MAX):
             seen.update(kind for kind, mark in _MARKS if mark.search(line.text))
+            actors = actors or (bool(line.pid) and not is_engine(line))
+    if actors and "torchrun" in seen:
+        seen.add("ray")  # Ranks are actors there, of several worlds.
     return next((kind for kind, _ in _MARKS if kind in seen), None)
 
 

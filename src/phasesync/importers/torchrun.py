@@ -53,7 +53,7 @@ class _Reader:
             return True
         if self._launcher(line):
             return True
-        if (error := error_of(line.text)) is None or self._watchdog.waits(line.rank):
+        if (error := error_of(line.text)) is None or self._watchdog.waits(line):
             return False
         if line.rank is None and line.file in self._shared:
             self._errors.unplaced(line, error)

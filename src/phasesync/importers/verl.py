@@ -215,7 +215,8 @@ class _Reader:
         for attrs in self._takes:
             attrs["gpus"] = everybody
         out = self.course.done()
-        more = [_FOLDED] if self._known.folded else []
+        folded = self._known.folded or self._known.watchdog.folded
+        more = [_FOLDED] if folded else []
         if not self._known.cleanups:
             more.append(_QUIET)
         if more:
@@ -299,7 +300,7 @@ class _Reader:
     def _error(self, line: LogLine, error: str) -> None:
         engine = enginelogs.is_engine(line)
         rank = self.course.process(line, "engine" if engine else "")
-        if self._known.watchdog.waits(line.rank) or _seen(self.course, rank, error):
+        if self._known.watchdog.waits(line) or _seen(self.course, rank, error):
             return
         worker = enginelogs.worker_of(line)
         waiting = [
