@@ -277,7 +277,8 @@ class _Run:
 
         def plan_of(options: _Options) -> Plan:
             members = counts(self.protocol, ranks)
-            return self.mutate(resolve(self.protocol, members, options))
+            # Where one group is all there is, its fences are the world's.
+            return gist(self.mutate(resolve(self.protocol, members, options)))
 
         fitted = [self._fit(options, ranks) for options in self.assignments()]
         yield from (family[0] for family in self._covered(fitted, plan_of))
