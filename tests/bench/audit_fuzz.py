@@ -232,6 +232,8 @@ def main(runs: int = 2000, first: int = 0, jobs: int = 1) -> int:
             if wrong is not None:
                 missed += 1
                 print(f"seed {seed}: {name}: {verdict}: {wrong}", flush=True)
+            if (done := table.total()) % 1000 == 0:
+                print(f"{done - missed} of {done}", file=sys.stderr, flush=True)
     for (name, verdict), count in sorted(table.items()):
         print(f"{name:14} -> {verdict:14} {count}")
     print(f"{runs - missed} of {runs} answered as they must be")
