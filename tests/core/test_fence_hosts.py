@@ -2,14 +2,16 @@
 
 from collections import Counter
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.core.test_fence_steps import SPACE, DictStore, World
 
 from phasesync.core.fence import encode_arrival
+from phasesync.core.fence_gather import Came, Gathering, passed_at_once
 from phasesync.core.fence_keys import Add, CompareSet, Get, Read, Tell, Wait, writer
-from phasesync.core.fence_steps import Brought, bringing, watching
+from phasesync.core.fence_steps import Brought, admitting, bringing, watching
 from phasesync.core.model import Opened
 
 HOST = 8
@@ -149,3 +151,37 @@ def test_a_sleeper_with_all_arrivals_in_its_hands_decides_nothing_when_it_wakes(
     assert brought.ruling is None
     assert brought.order is None
     assert timed.store.values == before
+
+
+def test_who_comes_after_the_last_batch_is_in_nobodys_ruling() -> None:
+    """A second arrival of a rank, while the first is under way, does not pass with it."""
+    world, timed = World(size=2, generations=1), Timed()
+    timed.store.values[SPACE.boot] = b"here"
+    call = world.call(0)
+    heard: list[Any] = []
+    gathering = Gathering(call)
+    arrivals = [world.arrival(rank, 0) for rank in world.ranks]
+    for each in arrivals:
+        gathering.take(Came(each, encode_arrival(each), heard.append), register=False)
+    batch = gathering.batch()
+    assert batch is not None
+    again = replace(arrivals[1], nonce="again")
+    gathering.take(Came(again, encode_arrival(again), heard.append), register=False)
+    assert not gathering.is_brought
+    steps = bringing(
+        SPACE,
+        call,
+        batch.arrivals,
+        "t/0.0",
+        lines=batch.lines,
+        whole=batch.whole,
+        whole_bytes=batch.whole_bytes,
+        register=False,
+        opened_before=None,
+    )
+    brought, _ = timed.run(steps, 0)
+    words = {came.arrival.nonce: word for came, word in gathering.told(brought)}
+    assert [word.judged for word in words.values()] == [True, True, False]
+    assert passed_at_once(call, again, words["again"]) is None, "it has to look for itself"
+    admitted, _ = timed.run(admitting(SPACE, call, again, None, brought.verdict), 0)
+    assert admitted.answer is None

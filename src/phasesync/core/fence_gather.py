@@ -88,6 +88,11 @@ class Gathering:
             rank for rank in self.call.members if rank in expected
         )
 
+    @property
+    def is_brought(self) -> bool:
+        """Whether all who came are brought."""
+        return self._brought == len(self._came)
+
     def batch(self) -> Batch | None:
         """Who has come and is not brought; they are from now on."""
         fresh = self._came[self._brought :]
@@ -109,13 +114,16 @@ class Gathering:
         self._orders += range(order - len(batch.arrivals) + 1, order + 1)
 
     def told(self, brought: Brought) -> Iterator[tuple[Came, Word]]:
-        """What each of those who came is to hear; who came first hears first."""
+        """What each of those who came is to hear; who came first hears first.
+
+        Who came since the last batch was brought is in nobody's ruling.
+        """
         assert brought.verdict is not None
-        are_judged = brought.ruling is not None
         for at, came in enumerate(self._came):
-            is_known = not are_judged and at < len(self._orders)
-            order = self._orders[at] if is_known else at + 1 if are_judged else None
-            yield came, Word(order, are_judged, brought.verdict, brought.ruling)
+            ruling = brought.ruling if at < self._brought else None
+            is_known = ruling is None and at < len(self._orders)
+            order = self._orders[at] if is_known else None if ruling is None else at + 1
+            yield came, Word(order, ruling is not None, brought.verdict, ruling)
 
 
 def passed_at_once(call: FenceCall, arrival: Arrival, word: Word) -> Passed | None:

@@ -78,6 +78,7 @@ class Leader:
         self._guests: set[_Guest] = set()
         self._gatherings: dict[FenceKey, Gathering] = {}
         self._timers: dict[FenceKey, asyncio.TimerHandle] = {}
+        self._under_way: set[FenceKey] = set()
         self._expected: dict[str, Set[Rank]] = {}
         self._lists: dict[str, tuple[Rank, ...]] = {}
 
@@ -173,14 +174,18 @@ class Leader:
                 self._bring(gathering)
 
     def _bring(self, gathering: Gathering) -> None:
-        """Bring who has come and is not brought."""
+        """Bring who has come and is not brought; one batch at a time, because another one would
+        need another connection, and to connect may take a store long."""
         call = gathering.call
+        if call.key in self._under_way:
+            return
         timer = self._timers.pop(call.key, None)
         if timer is not None:
             timer.cancel()
         batch = gathering.batch()
         if batch is None or self._gatherings.get(call.key) is not gathering:
             return
+        self._under_way.add(call.key)
         scope = self._slots.scope(call)
         steps = bringing(
             self._slots.space,
@@ -198,6 +203,7 @@ class Leader:
     def _brought(
         self, gathering: Gathering, batch: Batch, brought: Brought | None, error: Exception | None
     ) -> None:
+        self._under_way.discard(gathering.call.key)
         if error is not None:
             self._lost(error)
             return
@@ -210,6 +216,8 @@ class Leader:
             slot = self._slots.of(gathering.call)
             slot.hear(partial(self._heard, gathering, slot))
             self._slots.wait(slot, register=False)
+            if not gathering.is_brought:
+                self._bring(gathering)
 
     def _heard(
         self, gathering: Gathering, slot: Slot, verdict: Verdict | None, error: Exception | None

@@ -150,7 +150,9 @@ class StoreFences:
         nonce = secrets.token_hex(8)
         steps = connecting(self._space, self.rank, self._incarnation, nonce=nonce)
         first = self._lines.ask(steps, CONNECT_S)
-        others = [self._lines.ask(nothing(), CONNECT_S) for _ in range(LINES_AT_START - 1)]
+        # One more where a host may come together: a look at it must not open one amid a fence.
+        more = LINES_AT_START - 1 + self._lines.are_direct
+        others = [self._lines.ask(nothing(), CONNECT_S) for _ in range(more)]
         self.boot, *_ = await asyncio.gather(first, *others)
         started = started_at(os.getpid())
         if self._host and started is not None:
