@@ -252,8 +252,9 @@ def cloned(trace: Trace, rank: int, new: int) -> Trace:
         deltas = attrs.get("delta_gib")
         if isinstance(deltas, dict) and mine["rank"] != rank and str(rank) in deltas:
             deltas[str(new)] = deltas[str(rank)]
-        if "arrivals" in attrs:
-            attrs["arrivals"] += 1
+        for name in ("arrivals", "expected"):
+            if isinstance(attrs.get(name), int):
+                attrs[name] += 1
         fresh.append(mine)
         if event["rank"] == rank:
             twin = relabelled([head, mine], {rank: new})[1]

@@ -17,6 +17,9 @@ _VERSION: Final = 1
 _FAR: Final = 1 << 53
 _JOINT_MAX: Final = 4096
 _SUCCESS: Final = ("success", "returned", "ok")
+_NO_ERROR: Final = ("", "none", "null", "ok", "0", "no", "success")
+_STATUS: Final = ("http", "http_status", "status", "status_code")
+_ANSWERS: Final = ("admit", "serve", "poll")
 _SYNONYMS: Final = {
     "begin": "start",
     "started": "start",
@@ -126,6 +129,21 @@ def _source(said: object) -> tuple[str, int] | None:
     )
 
 
+def _says_failed(attrs: Mapping[str, Any], action: str) -> bool:
+    """Whether an end says itself that it is none: no success, an error, a status that is one.
+
+    To turn a request away is an answer too, and no failure of who gives it.
+    """
+    if any(attrs.get(name) is False for name in _SUCCESS):
+        return True
+    error = attrs.get("error")
+    if isinstance(error, str) and error.strip().lower() not in _NO_ERROR:
+        return True
+    if action in _ANSWERS:
+        return False
+    return any(400 <= (number(attrs.get(name)) or 0) < 600 for name in _STATUS)
+
+
 class Trace:
     """The events of one trace file, read as they come; `problems` grows beside them."""
 
@@ -208,9 +226,9 @@ class Trace:
             whole = figure is not None and figure.is_integer() and abs(figure) < 1e15
             epoch = int(figure) if figure is not None and whole else None
         attrs = attrs if isinstance(attrs, dict) else EMPTY
-        if kind == "end" and any(attrs.get(name) is False for name in _SUCCESS):
-            kind = "fail"  # It came to an end, and says that it did not do its work.
         meant = means(phase)
+        if kind == "end" and attrs and _says_failed(attrs, meant.action):
+            kind = "fail"  # It came to an end, and says that it did not do its work.
         if meant.action == "other":
             # A phase that nobody knows, on a communicator: whatever it is, ranks meet in it.
             if ("group" in attrs or "members" in attrs) and len(self._joint) < _JOINT_MAX:

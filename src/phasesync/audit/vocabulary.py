@@ -305,7 +305,7 @@ def _matcher(pattern: str) -> re.Pattern[str]:
 
 
 _MEMORY: Final = _matcher(
-    r"\boom\b|out.?of.?memory|cuda.?malloc|cumem|memory.?alloc|alloc\w*.?fail|no.?memory"
+    r"\boom\b|out.?of.?memory|cuda.?malloc|cumemcreate|memory.?alloc|alloc\w*.?fail|no.?memory"
 )
 _TIMEOUT: Final = _matcher(r"time.?d?.?out|deadline|watchdog|expired")
 _GONE: Final = _matcher(r"lost|kill|died|dead|exit|reset.by.peer|segfault|sigkill|crash|preempt")

@@ -8,10 +8,23 @@ from phasesync.audit.facts import Facts, group_of
 from phasesync.audit.rules.seen import Seen
 from phasesync.audit.waits import STEPS, Meet, Waits, named, waiters
 
-__all__ = ("plans", "sameplan")
+__all__ = ("joins", "plans", "sameplan")
 
 # What nobody does on the way to a step at which others wait.
 _BEYOND: Final = frozenset({"serve", "train", "publish", "collective", "fence"})
+# On what all who make a group have to agree.
+_TERMS: Final = (
+    "config",
+    "plan",
+    "backend",
+    "world_size",
+    "address",
+    "master_addr",
+    "port",
+    "master_port",
+    "init_method",
+    "dtype",
+)
 # Where a rank that took another branch can be found waiting.
 _ASIDE: Final = STEPS | {"drain", "wait"}
 
@@ -81,6 +94,43 @@ def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             )
         )
         break
+    return found
+
+
+def joins(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
+    """R-SAMEPLAN: ranks join one group on different terms.
+
+    Sees: all who wait for a group to be made, with another backend, size or address. Cannot see:
+    terms that no line names. Source: TRL PR 6787.
+    """
+    found = []
+    for meet in waits.meets:
+        if meet.action != "init_group" or any(w.event.at in explained for w in meet.waits):
+            continue
+        for name in _TERMS:
+            sides: dict[str, list[Event]] = {}
+            for wait in meet.waits:
+                if name in wait.event.attrs:
+                    sides.setdefault(str(wait.event.attrs[name]), []).append(wait.event)
+            if len(sides) < 2:
+                continue
+            explained.update(wait.event.at for wait in meet.waits)
+            fewest, *_, most = sorted(sides.values(), key=len)
+            said = "; ".join(
+                f"{value} on {named(e.rank for e in on)}" for value, on in sides.items()
+            )
+            found.append(
+                Finding.on(
+                    "R-SAMEPLAN",
+                    fewest[0],
+                    f"ranks join {meet.phase} with different values of {name}: {said}",
+                    *(wait.event for wait in meet.waits[:8]),
+                    strength=MISSING,
+                    guilty=tuple(e.rank for e in fewest) if len(fewest) < len(most) else (),
+                    waiting=waits.facts.waiting(),
+                )
+            )
+            break
     return found
 
 

@@ -191,7 +191,8 @@ class AllRanks:
         ]
         habit = [rank for rank in missing if rank in usual and rank not in silent]
         unaware = [rank for rank in habit if self._went_on(rank, first, ended, facts)]
-        if not harmed and not unaware and not (habit and facts.failures_after(ended.at)):
+        hurt = [each for each in facts.failures_after(ended.at) if each.rank not in ran]
+        if not harmed and not unaware and not (habit and hurt):
             return None
         guilty = tuple(rank for rank in missing if rank not in silent)
         return Finding.on("R-ALLRANKS", ended, because, went_on, *harmed[:2], guilty=guilty)

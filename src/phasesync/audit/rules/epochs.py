@@ -62,7 +62,11 @@ class FenceEpoch:
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
         if event.kind == "end" and event.attrs and start is not None:
             self._identity(event, start.event)
-        if event.action != "fence" or len(self._found) >= _KEPT:
+        if len(self._found) >= _KEPT:
+            return
+        if event.action != "fence":
+            if event.kind == "end" and start is not None and "arrivals" in event.attrs:
+                self._too_few(event, start.event)
             return
         name = (event.phase, str(event.attrs.get("group", "")))
         if event.kind == "start":
@@ -96,6 +100,14 @@ class FenceEpoch:
             if any(str(each) != str(here) for each in several) and not name.endswith("call"):
                 self._report(event, f"belongs to epoch {here}, ended on arrivals of {value}")
                 return
+
+    def _too_few(self, event: Event, start: Event) -> None:
+        """A wait for several signals that says how many there should be, and how many came."""
+        expected = number(event.attrs.get("expected", start.attrs.get("expected")))
+        said = event.attrs["arrivals"]
+        count = float(len(said)) if isinstance(said, list | tuple) else number(said)
+        if expected is not None and count is not None and count < expected:
+            self._report(event, f"ended with {count:g} of {expected:g} arrivals")
 
     def _report(self, event: Event, why: str) -> None:
         self._found.append(Finding.on("R-EPOCH", event, f"rank {event.rank}: {event.phase} {why}"))

@@ -10,6 +10,7 @@ from phasesync.audit.waits import STEPS, Meet, Waits, unrecovered, waiters
 
 __all__ = ("gone", "report")
 
+_AWAITS: Final = STEPS | {"wait", "init_group", "destroy_group", "publish", "teardown"}
 _TOLD: Final = ("http", "status", "code", "returned", "success", "swallowed", "ignored", "logged")
 
 
@@ -28,10 +29,11 @@ def gone(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
     for meet in waits.meets:
         before = [rank for rank, state in meet.absent.items() if state == "gone before"]
         failed = [rank for rank, state in meet.absent.items() if state in ("gone", "failed")]
-        if meet.action not in STEPS | {"wait", "init_group", "publish", "teardown"}:
+        if meet.action not in _AWAITS:
             continue
         if not before and not failed:
-            lost = _strangers(meet, waits.facts) if not meet.absent else []
+            known = meet.absent and not _is_joint(meet, waits.facts)
+            lost = [] if known else _strangers(meet, waits.facts)
             failed = list(dict.fromkeys(event.rank for event in lost))
         if not before and not failed:
             continue
@@ -90,9 +92,21 @@ def _kin(meet: Meet, facts: Facts) -> list[Event]:
     ]
 
 
+def _is_joint(meet: Meet, facts: Facts) -> bool:
+    """Whether a broadcast is one among equals: several of one role are in it, on a group that no
+    other role ever named.
+    """
+    if meet.action != "send" or meet.group is None or len(meet.ranks) < 2:
+        return False
+    kinds = {facts.header.kind(rank) for rank in facts.groups.get(meet.group, ())}
+    return len(kinds) == 1 and len({wait.event.phase for wait in meet.waits}) == 1
+
+
 def _strangers(meet: Meet, facts: Facts) -> list[Event]:
     """Who died before it ever named the group that its kin wait in, nobody else being awaited."""
-    if meet.action not in ("fence", "collective") or meet.group in facts.members:
+    if meet.action not in ("fence", "collective") and not _is_joint(meet, facts):
+        return []
+    if meet.group in facts.members:
         return []
     if any("members" in wait.event.attrs for wait in meet.waits):
         return []

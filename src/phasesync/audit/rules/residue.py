@@ -218,7 +218,7 @@ class Drift:
     """
 
     rule = "R-DRIFT"
-    wants = frozenset({"release"})
+    wants = frozenset({"release", "train", "write", "compute"})
 
     def __init__(self) -> None:
         self._series: dict[tuple[Name, str], list[tuple[int | None, float, Event]]] = {}
@@ -231,6 +231,8 @@ class Drift:
         if held is None:
             held = number(event.attrs.get("residual_gib", event.attrs.get("used_gib")))
         if held is None:
+            held = number(event.attrs.get("reserved_gib"))
+        if held is None and event.action == "release":
             free = number(event.attrs.get("free_gib"))
             held = None if free is None else -free
         if held is None:
@@ -266,7 +268,9 @@ class Drift:
         for (rank, phase), series in self._found.items():
             last = self._series[(rank, phase)]
             came_down = last[-1][1] < series[-1][1] and len(last) < 3
-            if came_down and not self._fatal(last[-1], series, facts):
+            # What a step holds that gives nothing back is its own business, until it is too much.
+            own = series[-1][2].action != "release"
+            if (came_down or own) and not self._fatal(last[-1], series, facts):
                 continue  # It came down again: not every epoch.
             held = " -> ".join(f"{abs(figure):g}" for _, figure, _ in series)
             word = "free" if series[0][1] < 0 else "held"

@@ -61,7 +61,10 @@ class Seen:
         if (
             failed is not None
             and failed.action in ("write", "receive", "acquire", "load_model")
-            and event.action in ("serve", "publish")
+            and (
+                event.action in ("serve", "publish")
+                or (failed.action == "acquire" and event.action in ("write", "receive"))
+            )
             and failed.epoch == event.epoch
             and len(self.swallowed) < _KEPT
         ):

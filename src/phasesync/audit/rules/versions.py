@@ -39,12 +39,13 @@ class Versions:
     """
 
     rule = "R-VERSION"
-    wants = frozenset({"serve", "publish", "register", "write", "life"})
+    wants = frozenset({"serve", "publish", "register", "write", "receive", "train", "life"})
 
     def __init__(self) -> None:
         self._served: dict[Name, float] = {}
         self._published: dict[Name, tuple[float, Event]] = {}
         self._trained: tuple[float, Event] | None = None
+        self._own: dict[Name, tuple[float, Event]] = {}
         self._new: dict[Name, Event] = {}
         self._synced: set[Name] = set()
         self._found: list[Finding] = []
@@ -63,6 +64,10 @@ class Versions:
                 self._new[event.rank] = event
             case "life" if event.kind == "start" and "replaces" in event.attrs:
                 self._new[event.rank] = event
+            case "train" if event.kind == "end" and version is not None:
+                self._own[event.rank] = (version, event)
+            case "receive" if event.kind == "end":
+                self._synced.add(event.rank)
             case "write" if event.kind == "end":
                 self._synced.add(event.rank)
                 said = version if version is not None else _version(start)
@@ -120,6 +125,7 @@ class Versions:
                 )
             )
             return
+        self._never_synced(event, version)
         new = self._new.get(event.rank)
         if new is None or event.rank in self._synced:
             return
@@ -136,6 +142,18 @@ class Versions:
                     new,
                 )
             )
+
+    def _never_synced(self, event: Event, version: float) -> None:
+        """Who trains and serves, and never wrote what it trained into what it serves."""
+        own = self._own.get(event.rank)
+        if own is None or event.rank in self._synced or version > own[0] - 2:
+            return  # One step behind may be how it is meant.
+        why = (
+            f"rank {event.rank} serves version {version:g}, trained version {own[0]:g} itself, and"
+        )
+        self._found.append(
+            Finding.on("R-VERSION", event, f"{why} no update ever ran there", own[1])
+        )
 
     def finish(self, facts: Facts) -> list[Finding]:
         return self._found
@@ -172,7 +190,7 @@ class Monotone:
             return
         key = (event.rank, event.action)
         attempt = event.attrs.get("attempt")
-        last = self._last.get(key)
+        last = self._last.get(key) or self._heir(event, facts)
         if last is not None and version < last[0] and attempt == last[2]:
             self._found.append(
                 Finding.on(
@@ -183,6 +201,17 @@ class Monotone:
                 )
             )
         self._last[key] = (version, event, attempt)
+
+    def _heir(self, event: Event, facts: Facts) -> tuple[float, Event, object] | None:
+        """What the last one in this rank's place said before it was lost."""
+        lost = [
+            said
+            for (rank, action), said in self._last.items()
+            if action == event.action
+            and rank in facts.exits
+            and facts.header.kind(rank) == facts.header.kind(event.rank)
+        ]
+        return max(lost, key=lambda said: said[1].at, default=None) if facts.exits else None
 
     def finish(self, facts: Facts) -> list[Finding]:
         return self._found

@@ -9,7 +9,7 @@ from typing import Final
 
 from phasesync.audit.answer import Finding
 from phasesync.audit.facts import Facts
-from phasesync.audit.rules.branches import plans, sameplan
+from phasesync.audit.rules.branches import joins, plans, sameplan
 from phasesync.audit.rules.control import ctrl, release, terminal
 from phasesync.audit.rules.cycles import ctrlplane, nocycle
 from phasesync.audit.rules.handshake import handshake
@@ -31,6 +31,7 @@ _JUDGES: Final[tuple[Callable[[Waits, Seen, set[int]], list[Finding]], ...]] = (
     ctrlplane,
     handshake,
     sameplan,
+    joins,
     plans,
     left_over,
 )
