@@ -79,7 +79,7 @@ def check_renamed(trace: Trace, want: dict[str, Any]) -> None:
     for event in fresh[1:]:  # What names a phase in an attribute is renamed with it.
         for attr in ("waiting_for", "queued_behind"):
             value = event.get("attrs", {}).get(attr)
-            if value in coined:
+            if isinstance(value, str) and value in coined:
                 event["attrs"][attr] = coined[value]
     check(fresh, want, vocabulary=back)
 

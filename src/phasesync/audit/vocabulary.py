@@ -308,7 +308,9 @@ _MEMORY: Final = _matcher(
     r"\boom\b|out.?of.?memory|cuda.?malloc|cumemcreate|memory.?alloc|alloc\w*.?fail|no.?memory"
 )
 _TIMEOUT: Final = _matcher(r"time.?d?.?out|deadline|watchdog|expired")
-_GONE: Final = _matcher(r"lost|kill|died|dead|exit|reset.by.peer|segfault|sigkill|crash|preempt")
+_GONE: Final = _matcher(
+    r"lost|kill|died|dead|exit|reset.by.peer|refused|segfault|sigkill|crash|preempt"
+)
 _IDLE: Final = _matcher(r"idle|busy|in.?flight|running.?req|pending|not.?empty|assert.?flush|queue")
 _UNROUTABLE: Final = _matcher(
     r"not.?implemented|unimplemented|none.?type.{0,40}attribute|no.?control|unsupported"

@@ -185,9 +185,14 @@ class AllRanks:
         harmed = [
             failure
             for failure in facts.failures
-            if failure.rank in missing
-            and failure.at > ended.at
-            and (is_memory_error(failure.attrs.get("error")) or failure.action == "serve")
+            if failure.at > ended.at
+            and (
+                (failure.rank in missing and failure.action == "serve")
+                or (
+                    is_memory_error(failure.attrs.get("error"))
+                    and (failure.rank in missing or self._beside(failure, first, missing, facts))
+                )
+            )
         ]
         habit = [rank for rank in missing if rank in usual and rank not in silent]
         unaware = [rank for rank in habit if self._went_on(rank, first, ended, facts)]
@@ -196,6 +201,19 @@ class AllRanks:
             return None
         guilty = tuple(rank for rank in missing if rank not in silent)
         return Finding.on("R-ALLRANKS", ended, because, went_on, *harmed[:2], guilty=guilty)
+
+    @staticmethod
+    def _beside(failure: Event, first: Event, missing: list[Name], facts: Facts) -> bool:
+        """Whether somebody of another role can have found the memory still taken that an engine
+        should have given back: on its card, or on one that no line names.
+        """
+        if first.action != "release" or failure.epoch != first.epoch:
+            return False
+        if facts.header.kind(failure.rank) == facts.header.kind(first.rank):
+            return False
+        known = facts.devices.device_of
+        taken = {known[rank] for rank in missing if rank in known}
+        return not taken or bool(taken & set(facts.devices.touched(failure)))
 
     def _went_on(self, rank: Name, first: Event, ended: Event, facts: Facts) -> bool:
         """Whether a rank that always did this step wrote its weights in this epoch without it.

@@ -189,6 +189,7 @@ def _named_ring(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             f"rank {each.rank} in {each.phase} waits for {each.attrs.get('waiting_for')}"
             for each in events
         )
+        alike = len(events) > 1 and len({each.phase for each in events}) == 1
         found.append(
             Finding.on(
                 "R-NOCYCLE",
@@ -196,6 +197,8 @@ def _named_ring(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
                 f"a cycle of waits: {steps}",
                 *events[:-1],
                 strength=MISSING,
+                # Where all do the same, none of them is the one that closed the ring.
+                guilty=tuple(dict.fromkeys(each.rank for each in events)) if alike else None,
                 waiting=waits.facts.waiting(),
             )
         )

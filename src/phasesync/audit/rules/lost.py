@@ -4,8 +4,9 @@ from typing import Final
 
 from phasesync.audit.answer import FAILED, Finding
 from phasesync.audit.events import Event, Name
-from phasesync.audit.facts import Facts
+from phasesync.audit.facts import Facts, ranks_in
 from phasesync.audit.rules.seen import Seen
+from phasesync.audit.vocabulary import is_gone_error
 from phasesync.audit.waits import STEPS, Meet, Waits, unrecovered, waiters
 
 __all__ = ("gone", "report")
@@ -64,6 +65,29 @@ def gone(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
                 waiting=tuple(wait.rank for wait in meet.waits if wait.cut is None),
             )
         )
+    return found + _sent_to_the_gone(waits, seen, explained)
+
+
+def _sent_to_the_gone(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
+    """Commands that failed since one of those they went to was gone before their epoch began."""
+    found = []
+    facts = waits.facts
+    for sent, failed in seen.dispatched:
+        if failed is None or sent.at in explained or not is_gone_error(failed.attrs.get("error")):
+            continue
+        target = sent.attrs.get("target", sent.attrs.get("targets"))
+        for rank in ranks_in(target, facts.header.ranks) if target is not None else ():
+            gone = facts.exits.get(rank)
+            if gone is None or gone.at > sent.at or rank in facts.reconciled:
+                continue
+            if gone.epoch is None or sent.epoch is None or gone.epoch >= sent.epoch:
+                continue
+            explained.add(sent.at)
+            because = (
+                f"{sent.phase} of epoch {sent.epoch} went to rank {rank}, which exited in "
+                f"{gone.phase} of epoch {gone.epoch}: {failed.attrs.get('error')}"
+            )
+            found.append(Finding.on("R-MEMBERS", gone, because, sent, failed, strength=FAILED))
     return found
 
 

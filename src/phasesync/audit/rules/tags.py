@@ -39,7 +39,7 @@ class Mapped:
     """
 
     rule = "R-MAPPED"
-    wants = frozenset({*_USES, "acquire"})
+    wants = frozenset({*_USES, "acquire", "send"})
 
     def __init__(self) -> None:
         self._uses: list[tuple[Event, str, Event, bool]] = []
@@ -54,7 +54,9 @@ class Mapped:
         state = facts.tags.of.get(event.rank)
         if state is None or len(self._uses) >= _KEPT:
             return
-        for tag in _USES[event.action]:
+        if event.action == "send" and "tags" not in event.attrs:
+            return  # What is sent may come from anywhere.
+        for tag in _USES.get(event.action) or tags_of(event):
             known = state.of(tag)
             if known is None or known[0] != "released":
                 continue
