@@ -144,6 +144,18 @@ def test_every_rule_leaves_its_neighbours_faults_to_it(rule: str, neighbour: str
         assert audit_lines(trace_of(name)).rule == neighbour
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_has_a_trace_that_looks_like_its_fault_and_is_another(rule: str) -> None:
+    alike = [
+        name
+        for name, want in KEY.items()
+        if rule in want.get("near", ()) and want["breaks"] != rule and want["rule"] is not None
+    ]
+    assert alike
+    for name in alike:
+        check(trace_of(name), KEY[name])
+
+
 @cache
 def pages() -> dict[str, str]:
     """What the docstring of each rule says, by the ids that it opens with."""

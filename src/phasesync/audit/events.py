@@ -24,6 +24,7 @@ __all__ = (
     "Header",
     "Name",
     "number",
+    "of_epoch",
     "text_of",
     "version_number",
 )
@@ -113,6 +114,11 @@ def version_number(value: object) -> float | None:
         found = _LAST_NUMBER.search(value[:200])
         return float(found[1]) if found is not None else None
     return number(value)
+
+
+def of_epoch(epoch: int | None, word: str = "of") -> str:
+    """` of epoch 7`, or nothing where a log names none."""
+    return "" if epoch is None else f" {word} epoch {epoch}"
 
 
 def text_of(value: object, most: int = 200) -> str:

@@ -282,10 +282,11 @@ def tag_name(tag: object) -> str:
 _ROLES: Final[tuple[tuple[str, str], ...]] = (
     (
         "controller",
-        "controller driver orchestrator router coordinator manager head scheduler master",
+        "controller driver orchestrator router coordinator manager",
     ),
     ("engine", "engine rollout inference vllm sglang trtllm generator sampler server worker_llm"),
     ("trainer", "trainer actor train learner policy fsdp megatron critic replica leader"),
+    ("controller", "head scheduler master"),
 )
 
 

@@ -6,7 +6,7 @@ Each reads the graph of waits, and what was seen on the way to it.
 from collections.abc import Iterable
 
 from phasesync.audit.answer import FAILED, MISSING, SUSPECTED, Finding
-from phasesync.audit.events import Event, Name
+from phasesync.audit.events import Event, Name, of_epoch
 from phasesync.audit.facts import RankFacts, is_timeout, ranks_in
 from phasesync.audit.rules.seen import Seen, lock_of
 from phasesync.audit.waits import Wait, Waits
@@ -80,6 +80,11 @@ def ctrl(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
         who = never or silent
         opened = [each.event for rank in never for each in waits.facts.ranks[rank].open[:1]]
         busy = "".join(f"; rank {each.rank} is in {each.phase}" for each in opened[:3])
+        shut = [gate for rank in never if (gate := seen.held.get((rank, "gate"))) is not None]
+        busy += "".join(
+            f"; {gate.phase} of rank {gate.rank}{of_epoch(gate.epoch, 'in')} was never undone"
+            for gate in shut[:3]
+        )
         names = ", ".join(map(str, who))
         found.append(
             Finding.on(
@@ -87,6 +92,7 @@ def ctrl(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
                 sent,
                 f"{sent.phase} was dispatched to {names} and never started there{busy}",
                 *opened[:4],
+                *shut[:2],
                 *([cut] if cut is not None else []),
                 strength=SUSPECTED if not never else FAILED if cut is not None else MISSING,
                 guilty=tuple(never),
@@ -133,7 +139,7 @@ def release(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             Finding.on(
                 "R-RELEASE",
                 taken,
-                f"rank {holder} took {taken.phase} in epoch {taken.epoch}, {failure.phase} "
+                f"rank {holder} took {taken.phase}{of_epoch(taken.epoch, 'in')}, {failure.phase} "
                 "failed in "
                 f"that epoch, and it was never given back; {blocked[0].event.phase} on rank "
                 f"{blocked[0].rank} waits for it",

@@ -3,7 +3,7 @@
 from typing import Final
 
 from phasesync.audit.answer import FAILED, Finding
-from phasesync.audit.events import Event, Name
+from phasesync.audit.events import Event, Name, of_epoch
 from phasesync.audit.facts import Facts, ranks_in
 from phasesync.audit.rules.seen import Seen
 from phasesync.audit.vocabulary import is_gone_error
@@ -50,9 +50,9 @@ def gone(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
         what = "exited" if root.kind == "exit" else "left" if root.kind == "end" else "failed"
         error = root.attrs.get("error")
         because = (
-            f"{names} in {meet.phase} of epoch {meet.epoch} for rank "
+            f"{names} in {meet.phase}{of_epoch(meet.epoch)} for rank "
             f"{root.rank}, which "
-            f"{what} in {root.phase} of epoch {root.epoch}" + (f" ({error})" if error else "")
+            f"{what} in {root.phase}{of_epoch(root.epoch)}" + (f" ({error})" if error else "")
         )
         found.append(
             Finding.on(
@@ -84,8 +84,8 @@ def _sent_to_the_gone(waits: Waits, seen: Seen, explained: set[int]) -> list[Fin
                 continue
             explained.add(sent.at)
             because = (
-                f"{sent.phase} of epoch {sent.epoch} went to rank {rank}, which exited in "
-                f"{gone.phase} of epoch {gone.epoch}: {failed.attrs.get('error')}"
+                f"{sent.phase}{of_epoch(sent.epoch)} went to rank {rank}, which exited in "
+                f"{gone.phase}{of_epoch(gone.epoch)}: {failed.attrs.get('error')}"
             )
             found.append(Finding.on("R-MEMBERS", gone, because, sent, failed, strength=FAILED))
     return found
@@ -158,7 +158,7 @@ def report(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
         because = (
             f"{failed.phase} failed on rank {failed.rank}"
             + (f" ({error})" if error else "")
-            + f", and rank {after.rank} {how} {after.phase}"
+            + f", and rank {after.rank} {how.format(after.phase)}"
         )
         found.append(Finding.on("R-REPORT", failed, because, after, strength=FAILED))
     return found

@@ -7,7 +7,7 @@ shows.
 from typing import Final
 
 from phasesync.audit.answer import Finding
-from phasesync.audit.events import Event, Name
+from phasesync.audit.events import Event, Name, of_epoch
 from phasesync.audit.facts import Facts, Open, group_of
 
 __all__ = ("Exclusive", "Lifetime")
@@ -47,8 +47,8 @@ class Exclusive:
                     Finding.on(
                         "R-EXCL",
                         event,
-                        f"rank {event.rank} entered {event.phase} of epoch {event.epoch} on group "
-                        f"{group} while its {other.phase} of epoch {other.epoch} is under way "
+                        f"rank {event.rank} entered {event.phase}{of_epoch(event.epoch)} on group "
+                        f"{group} while its {other.phase}{of_epoch(other.epoch)} is under way "
                         "there",
                         other,
                     )
@@ -79,8 +79,8 @@ class Exclusive:
                     Finding.on(
                         "R-EXCL",
                         event,
-                        f"rank {event.rank} is in {event.phase} of epoch {event.epoch} and rank "
-                        f"{other.rank} in {other.phase} of epoch {other.epoch}, on one group",
+                        f"rank {event.rank} is in {event.phase}{of_epoch(event.epoch)} and rank "
+                        f"{other.rank} in {other.phase}{of_epoch(other.epoch)}, on one group",
                         other,
                         waiting=facts.waiting(),
                     )

@@ -68,7 +68,7 @@ class Seen:
             and failed.epoch == event.epoch
             and len(self.swallowed) < _KEPT
         ):
-            self.swallowed.append((failed, event, "went on to"))
+            self.swallowed.append((failed, event, "went on to {}"))
         elif event.action == "publish" and facts.failures:
             self._published(event, facts)
 
@@ -83,7 +83,7 @@ class Seen:
                 and unrecovered(failure, facts) is not None
                 and len(self.swallowed) < _KEPT
             ):
-                self.swallowed.append((failure, event, "went on to"))
+                self.swallowed.append((failure, event, "went on to {}"))
                 return
 
     def _ended(self, event: Event, start: Open | None, facts: Facts) -> None:
@@ -113,7 +113,7 @@ class Seen:
             if facts.header.kind(failure.rank) == facts.header.kind(event.rank):
                 continue
             if unrecovered(failure, facts) is not None and len(self.swallowed) < _KEPT:
-                self.swallowed.append((failure, event, "ended as a success:"))
+                self.swallowed.append((failure, event, "ended {} as a success"))
 
     def _end_dispatch(self, event: Event, start: Open | None, facts: Facts) -> None:
         if start is None:

@@ -1,6 +1,7 @@
 """Waits that no rule explains, and logs that lack the rank that matters: R-DUMPSET."""
 
 from phasesync.audit.answer import SUSPECTED, Finding
+from phasesync.audit.events import of_epoch
 from phasesync.audit.rules.seen import Seen
 from phasesync.audit.waits import Waits, named, waiters
 
@@ -23,7 +24,7 @@ def left_over(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
         rule: str | None
         silent = [rank for rank, state in meet.absent.items() if state == "silent"]
         rest = [rank for rank, state in meet.absent.items() if state in ("working", "idle")]
-        where = f"{waiters(meet.ranks)} in {meet.phase} of epoch {meet.epoch}"
+        where = f"{waiters(meet.ranks)} in {meet.phase}{of_epoch(meet.epoch)}"
         if silent:
             because = f"{where} for {named(silent)}, of which there is no line at all"
             rule, more = "R-DUMPSET", f"the log or dump of {named(silent)}"

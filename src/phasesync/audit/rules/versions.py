@@ -97,7 +97,7 @@ class Versions:
             return
         said = [name for name in _CLAIMS if version_number(event.attrs.get(name)) is not None]
         if said and version < (claim := version_number(event.attrs[said[0]]) or 0.0):
-            why = f"rank {event.rank} serves version {version:g} as {said[0]} {claim:g}"
+            why = f"rank {event.rank} serves version {version:g} where {said[0]} says {claim:g}"
             self._found.append(Finding.on("R-VERSION", event, why))
             return
         self._compare(event, version, facts)
@@ -196,7 +196,9 @@ class Monotone:
                 Finding.on(
                     "R-MONOTONE",
                     event,
-                    f"rank {event.rank}: {event.phase} of version {version:g} after {last[0]:g}",
+                    f"rank {event.rank} went back: {event.phase} of version {version:g} came after "
+                    f"version {last[0]:g}"
+                    + (f" of rank {last[1].rank}" if last[1].rank != event.rank else ""),
                     last[1],
                 )
             )
