@@ -29,6 +29,7 @@ from tests.audit.variants import (
     renamed,
     reordered,
     shifted,
+    told_otherwise,
 )
 
 FOLDER = Path(__file__).parent.parent / "data" / "traces"
@@ -58,7 +59,7 @@ COUNTED = ("sameplan-two-and-two",)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_in_every_guise(name: str) -> None:
-    """As written, relabelled and shifted, reordered, renamed through a mapping, and resized."""
+    """As written, relabelled and shifted, reordered, renamed, told otherwise, and resized."""
     trace, want = trace_of(name), KEY[name]
     assert len(trace[0]["source"]) > 12  # The public report, or what was planted.
     check(trace, want)
@@ -67,6 +68,7 @@ def test_in_every_guise(name: str) -> None:
     check(shifted(relabelled(trace, names), 50), want, names)
     check(reordered(trace, len(name), apart=False), want)
     check_renamed(trace, want)
+    check(told_otherwise(trace, len(name)), want)
     if name not in COUNTED:
         check_resized(trace, want)
 

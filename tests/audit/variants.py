@@ -27,6 +27,7 @@ __all__ = (
     "renamed",
     "reordered",
     "shifted",
+    "told_otherwise",
 )
 
 CASES = Path(__file__).parent.parent / "data" / "cases"
@@ -226,6 +227,61 @@ def reordered(trace: Trace, seed: int, *, apart: bool = True) -> Trace:
         if _independent(fresh[at], fresh[at + 1], local):
             fresh[at], fresh[at + 1] = fresh[at + 1], fresh[at]
     return fresh
+
+
+_FIGURES = ("_gib", "_s", "_bytes", "_params", "_tensors")
+_COUNTS = ("version", "kv_version", "base_version", "level", "arrivals", "expected", "count")
+_EVENTS = {
+    "start": "begin",
+    "end": "done",
+    "fail": "error",
+    "exit": "died",
+    "timeout": "timed_out",
+}
+
+
+def told_otherwise(trace: Trace, seed: int) -> Trace:
+    """The same facts as another logger would print them: figures, epochs and ranks as text, other
+    words for events, more keys than anybody asked for, and lines that mean nothing in between.
+    """
+    chance = random.Random(seed)
+    fresh = [copy.deepcopy(trace[0])]
+    head = fresh[0]
+    head["ranks"] = [str(rank) for rank in head["ranks"]]
+    if "memory" in head:
+        head["memory"] = _as_text(head["memory"])
+    seen: set[object] = set()
+    for number, event in enumerate(copy.deepcopy(trace[1:])):
+        same: dict[str, Any] = {
+            name: str(event[name]) for name in ("rank", "epoch") if name in event
+        }
+        if event["rank"] in seen and chance.random() < 0.3:
+            fresh.append({**same, "phase": "log_metrics", "event": "begin", "pid": number})
+            fresh.append({**same, "phase": "log_metrics", "event": "done", "attrs": {"loss": 0.3}})
+        attrs = {
+            name: _as_text(value) if name.endswith(_FIGURES) or name in _COUNTS else value
+            for name, value in event.get("attrs", {}).items()
+        }
+        fresh.append(
+            {
+                **event,
+                **same,
+                "event": _EVENTS.get(event["event"], event["event"]),
+                "attrs": {**attrs, "note": "kept and shown"},
+                "host": "n0",
+            }
+        )
+        seen.add(event["rank"])
+        if event["event"] == "exit":
+            seen.discard(event["rank"])
+    return fresh
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_text(each) for key, each in value.items()}
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if plain else value
 
 
 def cloned(trace: Trace, rank: int, new: int) -> Trace:

@@ -197,7 +197,11 @@ _ROWS: Final[tuple[tuple[str, str], ...]] = (
     ("decide", "decide | choose | select | decision | plan | resolve | negotiate"),
     ("compute", "compile | warmup | warm | jit | autotune | tune | eval | evaluate | validate"),
     ("compute", "save | checkpoint | quantize | postprocess | process weights | capture | build"),
-    ("life", "worker | process | actor | restart | boot | heartbeat | alive | main | engine"),
+    (
+        "life",
+        "metrics | telemetry | stats | logging | worker | process | actor | restart | boot "
+        "| heartbeat | alive | main | engine",
+    ),
     ("serve", "forward"),
 )
 
@@ -308,6 +312,9 @@ def _matcher(pattern: str) -> re.Pattern[str]:
 _MEMORY: Final = _matcher(
     r"\boom\b|out.?of.?memory|cuda.?malloc|cumemcreate|memory.?alloc|alloc\w*.?fail|no.?memory"
 )
+_HOST_MEMORY: Final = _matcher(
+    r"node running low on memory|oom.?kill|host memory|host ram|cgroup|ray\.exceptions\.outofmemory"
+)
 _TIMEOUT: Final = _matcher(r"time.?d?.?out|deadline|watchdog|expired")
 _GONE: Final = _matcher(
     r"lost|kill|died|dead|exit|reset.by.peer|refused|segfault|sigkill|crash|preempt"
@@ -334,7 +341,9 @@ _BAD_OUTPUT: Final = _matcher(
 
 
 def is_memory_error(error: object) -> bool:
-    return error is not None and bool(_MEMORY.search(str(error)[:2000]))
+    """Whether a device ran out of memory; what the host runs out of is another matter."""
+    text = str(error)[:2000]
+    return error is not None and bool(_MEMORY.search(text)) and not _HOST_MEMORY.search(text)
 
 
 def is_timeout_error(error: object) -> bool:

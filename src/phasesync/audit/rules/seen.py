@@ -50,9 +50,12 @@ class Seen:
         command = aimed and event.action not in ("poll", "life", "window")
         if (command or event.attrs.get("dispatch") is True) and len(self.dispatched) < 4096:
             self.dispatched.append((event, None))
-        if event.action not in ("lock", "unlock"):
+        if event.action not in ("lock", "unlock", "life", "poll", "window"):
             for each in facts.ranks[event.rank].opened("lock"):
-                self.held.setdefault((event.rank, lock_of(each.event)), each.event)
+                name = lock_of(each.event)
+                taken = any(lock == name and rank != event.rank for rank, lock in self.held)
+                if not taken:  # Else it still waits for it, and does something beside.
+                    self.held.setdefault((event.rank, name), each.event)
         if event.action == "unlock":
             self.held.pop((event.rank, lock_of(event)), None)
         elif event.action in ("open", "resume_gen"):
