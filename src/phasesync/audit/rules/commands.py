@@ -182,38 +182,70 @@ class AllRanks:
                 guilty=(),
                 record_next=(f"the logs of ranks {who}",),
             )
-        harmed = [
+        short = [
             failure
-            for failure in facts.failures
-            if failure.at > ended.at
-            and (
-                (failure.rank in missing and failure.action == "serve")
-                or (
-                    is_memory_error(failure.attrs.get("error"))
-                    and (failure.rank in missing or self._beside(failure, first, missing, facts))
-                )
-            )
+            for failure in facts.failures_after(ended.at)
+            if is_memory_error(failure.attrs.get("error"))
+        ]
+        beside = [each for each in short if self._is_beside(each, first, facts)]
+        harmed = [each for each in short if each.rank in missing]
+        harmed += [each for each in beside if self._shares(each, missing, facts)]
+        harmed += [
+            failure
+            for failure in facts.failures_after(ended.at, missing)
+            if failure.action == "serve" and failure not in harmed
         ]
         habit = [rank for rank in missing if rank in usual and rank not in silent]
         unaware = [rank for rank in habit if self._went_on(rank, first, ended, facts)]
         hurt = [each for each in facts.failures_after(ended.at) if each.rank not in ran]
         if not harmed and not unaware and not (habit and hurt):
-            return None
+            return self._suspected(ended, because, went_on, beside)
         guilty = tuple(rank for rank in missing if rank not in silent)
         return Finding.on("R-ALLRANKS", ended, because, went_on, *harmed[:2], guilty=guilty)
 
     @staticmethod
-    def _beside(failure: Event, first: Event, missing: list[Name], facts: Facts) -> bool:
-        """Whether somebody of another role can have found the memory still taken that an engine
-        should have given back: on its card, or on one that no line names.
+    def _suspected(
+        ended: Event, because: str, went_on: Event, beside: list[Event]
+    ) -> Finding | None:
+        """Somebody ran out of memory, and no line tells on whose card."""
+        if not beside:
+            return None
+        return Finding.on(
+            "R-ALLRANKS",
+            ended,
+            f"{because}, and rank {beside[0].rank} ran out of memory in {beside[0].phase}",
+            went_on,
+            beside[0],
+            strength=SUSPECTED,
+            guilty=(),
+            record_next=("which devices each engine and each trainer is on",),
+        )
+
+    @staticmethod
+    def _is_beside(failure: Event, first: Event, facts: Facts) -> bool:
+        """Whether who ran out of memory may share a card with engines that should have let go."""
+        kind = facts.header.kind
+        return (
+            first.action == "release"
+            and failure.epoch == first.epoch
+            and kind(failure.rank) != kind(first.rank)
+        )
+
+    @staticmethod
+    def _shares(failure: Event, missing: list[Name], facts: Facts) -> bool:
+        """Whether a rank is on the card of one of `missing`: by what they said of their devices,
+        else by their place among as many others.
         """
-        if first.action != "release" or failure.epoch != first.epoch:
-            return False
-        if facts.header.kind(failure.rank) == facts.header.kind(first.rank):
-            return False
         known = facts.devices.device_of
         taken = {known[rank] for rank in missing if rank in known}
-        return not taken or bool(taken & set(facts.devices.touched(failure)))
+        if taken:
+            return bool(taken & set(facts.devices.touched(failure)))
+        ranks = facts.header.ranks
+        mine = facts.header.peers(failure.rank, ranks)
+        theirs = facts.header.peers(missing[0], ranks)
+        if len(mine) != len(theirs) or failure.rank not in mine:
+            return False
+        return theirs[mine.index(failure.rank)] in missing
 
     def _went_on(self, rank: Name, first: Event, ended: Event, facts: Facts) -> bool:
         """Whether a rank that always did this step wrote its weights in this epoch without it.

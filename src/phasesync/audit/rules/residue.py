@@ -65,7 +65,8 @@ class Freed:
         emptied = event.attrs.get("freed_gib") is not None and freed is not None and freed < 0.01
         if emptied and held is not None and held > _NOTICEABLE and facts.tags.concerns(event):
             state = facts.tags.of.get(event.rank)
-            if state is None or state.released_at <= state.acquired_at:
+            asked = number(said.get("level")) != 0  # Level 0 only pauses.
+            if asked and (state is None or state.released_at <= state.acquired_at):
                 why = f"{event.phase} freed nothing on rank {event.rank}, {held:g} GiB are held"
                 self._found.append((event, why, True))
                 return

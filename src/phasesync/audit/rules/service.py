@@ -105,7 +105,9 @@ class Quiet:
         for rank in reached:
             shut, known = self._shut.get(rank), facts.ranks.get(rank)
             for each in known.opened("serve") if shut is not None and known is not None else ():
-                if shut is not None and each.event.at > shut.at and len(self._found) < _KEPT:
+                if shut is None or shut.attrs.get("mode") == "keep":
+                    continue  # What comes meanwhile is frozen until it goes on.
+                if each.event.at > shut.at and len(self._found) < _KEPT:
                     why = f"rank {rank} began {each.event.phase} after {shut.phase}, and"
                     self._found.append(
                         Finding.on(

@@ -19,7 +19,6 @@ _NONE: Final = ("", "none", "null")
 _CLAIMS: Final = (
     "labelled",
     "label_version",
-    "policy_version",
     "expected_version",
     "required_version",
     "requested_version",
@@ -148,6 +147,8 @@ class Versions:
         own = self._own.get(event.rank)
         if own is None or event.rank in self._synced or version > own[0] - 2:
             return  # One step behind may be how it is meant.
+        if self._served.get(event.rank) != version:
+            return  # It changed, so something brings it new ones that no line tells of.
         why = (
             f"rank {event.rank} serves version {version:g}, trained version {own[0]:g} itself, and"
         )
@@ -205,7 +206,12 @@ class Monotone:
         self._last[key] = (version, event, attempt)
 
     def _heir(self, event: Event, facts: Facts) -> tuple[float, Event, object] | None:
-        """What the last one in this rank's place said before it was lost."""
+        """What the last one in this rank's place said before it was lost.
+
+        Engines catch up one by one, so none of them is another's heir.
+        """
+        if not facts.exits or facts.header.kind(event.rank) == "engine":
+            return None
         lost = [
             said
             for (rank, action), said in self._last.items()
@@ -213,7 +219,7 @@ class Monotone:
             and rank in facts.exits
             and facts.header.kind(rank) == facts.header.kind(event.rank)
         ]
-        return max(lost, key=lambda said: said[1].at, default=None) if facts.exits else None
+        return max(lost, key=lambda said: said[1].at, default=None)
 
     def finish(self, facts: Facts) -> list[Finding]:
         return self._found
