@@ -103,6 +103,8 @@ class Facts:
         facts = self.ranks.get(name)
         if facts is None:
             facts = self.ranks[name] = RankFacts(name)
+            if not self.header.ranks:  # Without a header, who is seen is who there is.
+                self.devices.ranks[name] = None
         return facts
 
     def match(self, event: Event) -> Open | None:

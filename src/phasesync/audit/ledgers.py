@@ -22,6 +22,7 @@ class Devices:
 
     def __init__(self, header: Header) -> None:
         self.header = header
+        self.ranks: dict[Name, None] = dict.fromkeys(header.ranks)
         self.measured: set[Name] = set()
         self.device_of: dict[Name, str] = {}
         self._seen_free: dict[str, float] = {}
@@ -53,16 +54,14 @@ class Devices:
 
     def holders(self, device: str) -> tuple[Name, ...]:
         """The ranks that have memory on `device`."""
-        known = tuple(rank for rank in self.header.ranks if self.device_of.get(rank) == device)
+        known = tuple(rank for rank in self.ranks if self.device_of.get(rank) == device)
         if known:
             return known
-        if any(str(rank) == device for rank in self.header.ranks):
+        if any(str(rank) == device for rank in self.ranks):
             return tuple(
-                rank
-                for rank in self.header.ranks
-                if str(rank) == device and rank not in self.device_of
+                rank for rank in self.ranks if str(rank) == device and rank not in self.device_of
             )
-        loose = [rank for rank in self.header.ranks if rank not in self.device_of]
+        loose = [rank for rank in self.ranks if rank not in self.device_of]
         return tuple(loose) if len(loose) == 1 else ()
 
     def touched(self, event: Event) -> tuple[str, ...]:

@@ -123,6 +123,10 @@ class Fence:
         found: list[Finding] = []
         budget: list[_Grab] = []
         for grab in self._grabs:
+            silent = _silent(grab, facts)
+            if silent and (unknown := _unknown(grab, silent)) is not None:
+                found.append(unknown)
+                continue
             finding = self._judge(grab, facts)
             if finding is None and grab.short and not grab.late:
                 budget.append(grab)
@@ -170,6 +174,35 @@ class Fence:
         return Finding.on(
             "R-FENCE", event, because, *lines, *([grab.failed] if grab.failed else [])
         )
+
+
+def _silent(grab: _Grab, facts: Facts) -> list[Name]:
+    """The ranks on the devices taken of which the log has no line: whether they let go, it cannot
+    tell.
+    """
+    devices = tuple(grab.short) or facts.devices.touched(grab.event)
+    holders = [rank for device in devices for rank in facts.devices.holders(device)]
+    return [rank for rank in dict.fromkeys(holders) if facts.ranks[rank].first is None]
+
+
+def _unknown(grab: _Grab, silent: list[Name]) -> Finding | None:
+    """What is left of a phase that took memory beside ranks without a log, if anything."""
+    for rank in silent:
+        grab.late.pop(rank, None)
+    if grab.late or not grab.short:
+        return None
+    who = ", ".join(map(str, silent[:16]))
+    device, (room, need) = next(iter(grab.short.items()))
+    return Finding.on(
+        "R-DUMPSET",
+        grab.event,
+        f"{grab.event.phase} needs {need:g} GiB on device {device}, which has room for {room:g} by "
+        f"the lines at hand; whether rank {who} let go there, no line tells",
+        *([grab.failed] if grab.failed else []),
+        strength=SUSPECTED,
+        guilty=(),
+        record_next=(f"the log of rank {who}",),
+    )
 
 
 def _names(grab: _Grab, facts: Facts) -> bool:
