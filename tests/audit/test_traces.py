@@ -100,6 +100,19 @@ def check_resized(trace: Trace, want: dict[str, Any]) -> None:
     assert answer.rule in rules or want["kind"] == "ok", says
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_log_makes_nobody_else_guilty(name: str) -> None:
+    """Only who failed or exited by its own line may be named, and then by no rule."""
+    trace, want = trace_of(name), KEY[name]
+    for rank in {event["rank"] for event in trace[1:]}:
+        left = [trace[0], *(event for event in trace[1:] if event["rank"] != rank)]
+        if len(left) > 2:
+            answer = audit_lines(left)
+            says = f"without {rank}: {answer.verdict} {answer.rule} {answer.guilty}"
+            plain = answer.verdict == "failure" and answer.rule is None
+            assert plain or not accuses_innocent(answer, want), says
+
+
 def test_every_rule_has_two_that_break_it_and_two_that_nearly_do() -> None:
     broken: dict[str, set[str]] = defaultdict(set)
     near: dict[str, set[str]] = defaultdict(set)

@@ -4,7 +4,7 @@ The ids of the rules and the fields of `Answer.to_json` are the contract with pr
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from phasesync.audit.events import Event, Name, number
@@ -119,6 +119,19 @@ class Finding:
     certainty: str = "in every order"
     apart: tuple[float, float] | None = None
     hosts: tuple[str, ...] = ()
+
+    def doubted(self, silent: tuple[Name, ...]) -> "Finding":
+        """The same, where ranks without any line may have done what it takes for missing."""
+        if not silent:
+            return self
+        who = ", ".join(map(str, silent[:16]))
+        return replace(
+            self,
+            strength=SUSPECTED,
+            guilty=(),
+            because=f"{self.because}; but of rank {who} there is no line at all",
+            record_next=(f"the log of rank {who}",),
+        )
 
     @classmethod
     def on(

@@ -196,6 +196,14 @@ class Facts:
                 if rank not in named and exit_.epoch != event.epoch:
                     self.reconciled.add(rank)
 
+    def silent(self, kind: str | None = None) -> tuple[Name, ...]:
+        """The ranks that the log promises, of one kind or of all, and has no line of."""
+        return tuple(
+            rank
+            for rank in self.header.ranks
+            if self.ranks[rank].first is None and kind in (None, self.header.kind(rank))
+        )
+
     def recover(self, rank: RankFacts, at: int) -> None:
         """Note that a recovery of `rank` has ended well."""
         if len(rank.recovered) < _FAILURES_KEPT:

@@ -21,8 +21,8 @@ from phasesync.audit.answer import (
     rank_of,
 )
 from phasesync.audit.events import Name, text_of
-from phasesync.audit.facts import WAITING, Facts, is_timeout
-from phasesync.audit.vocabulary import is_memory_error
+from phasesync.audit.facts import WAITING, Facts, is_timeout, ranks_in
+from phasesync.audit.vocabulary import is_echo, is_memory_error
 from phasesync.audit.waits import unrecovered
 
 __all__ = ("judge",)
@@ -158,8 +158,44 @@ def _plain_failures(facts: Facts) -> list[Finding]:
             continue  # The job had been shut down, and nobody was at anything any more.
         if event.kind == "exit" and event.rank in facts.reconciled:
             continue  # The others were told, and went on without it.
-        found.append(_failed(event))
+        silent = _unheard(event, facts)
+        found.append(_without_a_log(event, silent) if silent else _failed(event))
     return found
+
+
+def _unheard(event: Any, facts: Facts) -> tuple[Name, ...]:
+    """The ranks without any line to which a failure points: those it names, or, where it is an
+    echo of somebody else's, all of them.
+    """
+    silent = facts.silent() if not facts.header.journal else ()
+    if not silent:
+        return ()
+    began = facts.ranks[event.rank].started(event.epoch).get(event.phase)
+    said = {**(began.attrs if began is not None else {}), **event.attrs}
+    named = [
+        rank
+        for name in ("target", "targets", "handles", "sources", "waiting_for")
+        if name in said
+        for rank in ranks_in(said[name], facts.header.ranks)
+    ]
+    pointed = tuple(rank for rank in silent if rank in named)
+    error = event.attrs.get("error")
+    return pointed or (silent if is_echo(error) or is_timeout(event) else ())
+
+
+def _without_a_log(event: Any, silent: tuple[Name, ...]) -> Finding:
+    who = ", ".join(map(str, silent[:16]))
+    error = event.attrs.get("error")
+    return Finding.on(
+        "R-DUMPSET",
+        event,
+        f"rank {event.rank} failed in {event.phase}"
+        + (f": {error}" if error else "")
+        + f"; of rank {who}, on which it depends, there is no line at all",
+        strength=SUSPECTED,
+        guilty=(),
+        record_next=(f"the log of rank {who}",),
+    )
 
 
 def _is_plain(root: Finding) -> bool:

@@ -14,6 +14,7 @@ __all__ = (
     "WEIGHTS",
     "Meaning",
     "is_bad_output",
+    "is_echo",
     "is_gone_error",
     "is_idle_error",
     "is_memory_error",
@@ -319,6 +320,9 @@ _TIMEOUT: Final = _matcher(r"time.?d?.?out|deadline|watchdog|expired")
 _GONE: Final = _matcher(
     r"lost|kill|died|dead|exit|reset.by.peer|refused|segfault|sigkill|crash|preempt"
 )
+_ECHO: Final = _matcher(
+    r"remote|peer|by (the )?driver|torn down|\baborted\b|actor.?(un)?(died|avail)|owner|watchdog"
+)
 _IDLE: Final = _matcher(r"idle|busy|in.?flight|running.?req|pending|not.?empty|assert.?flush|queue")
 _UNROUTABLE: Final = _matcher(
     r"not.?implemented|unimplemented|none.?type.{0,40}attribute|no.?control|unsupported"
@@ -360,6 +364,11 @@ def is_idle_error(error: object) -> bool:
 
 def is_unroutable_error(error: object) -> bool:
     return error is not None and bool(_UNROUTABLE.search(str(error)[:2000]))
+
+
+def is_echo(error: object) -> bool:
+    """Whether an error tells of somebody else's."""
+    return error is not None and bool(_ECHO.search(str(error)[:2000]))
 
 
 def is_requests_error(error: object) -> bool:

@@ -143,7 +143,14 @@ class Waits:
         if not header.roles:
             return meet.ranks
         roles = {header.role(rank) for rank in meet.ranks}
-        return tuple(rank for rank in self.facts.ranks if header.role(rank) in roles)
+        ranks = self.facts.ranks
+        silent = self.facts.silent()  # Then it may wait for one of those, rather than for the dead.
+        return tuple(
+            rank
+            for rank in ranks
+            if header.role(rank) in roles
+            and (not silent or (gone := ranks[rank].exit) is None or _same_epoch(gone, meet))
+        )
 
     def _absent(self, meet: Meet) -> dict[Name, str]:
         here = set(meet.ranks)

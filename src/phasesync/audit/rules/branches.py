@@ -156,7 +156,9 @@ def plans(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             if len(groups) < 2:
                 continue
             sizes = sorted(groups.values(), key=len)
-            guilty = sizes[0] if len(sizes) == 2 and len(sizes[0]) < len(sizes[1]) else []
+            # Those without a line might have been on either side.
+            fewest = len(sizes[0]) + len(facts.silent(kind))
+            guilty = sizes[0] if len(sizes) == 2 and fewest < len(sizes[1]) else []
             events = [event for _, event in mine.values()]
             first = mine[guilty[0]][1] if guilty else events[-1]
             found.append(

@@ -4,6 +4,7 @@ A command that reaches some of the ranks, or one that cannot take it, is legal w
 fatal beside the others.
 """
 
+from dataclasses import replace
 from typing import Final
 
 from phasesync.audit.answer import SUSPECTED, Finding
@@ -31,6 +32,7 @@ class FanOut:
     def __init__(self) -> None:
         self._sent: dict[tuple[Name, str], Event] = {}
         self._found: list[Finding] = []
+        self._unsent: list[Finding] = []
 
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
         if event.kind == "start":
@@ -50,10 +52,15 @@ class FanOut:
             sent = self._sent.get((event.rank, event.phase))
             why = f"rank {event.rank} has no path for {event.phase}: {event.attrs.get('error')}"
             if len(self._found) < _KEPT:
-                self._found.append(Finding.on("R-FANOUT", sent or event, why, event))
+                finding = Finding.on("R-FANOUT", sent or event, why, event)
+                (self._found if sent is not None else self._unsent).append(finding)
 
     def finish(self, facts: Facts) -> list[Finding]:
-        return self._found
+        # Who sent it, is not among those who say anything: then nobody is to blame for it.
+        silent = bool(facts.silent())
+        return self._found + [
+            replace(finding, guilty=()) if silent else finding for finding in self._unsent
+        ]
 
 
 class AllRanks:

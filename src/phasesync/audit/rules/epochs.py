@@ -57,6 +57,7 @@ class FenceEpoch:
         self._calls: dict[tuple[object, ...], int] = {}
         self._met: dict[tuple[str, str], frozenset[Name]] = {}
         self._most: dict[tuple[str, str], float] = {}
+        self._alone: set[int] = set()  # who went on all by itself, as far as lines tell
         self._found: list[Finding] = []
 
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
@@ -134,10 +135,11 @@ class FenceEpoch:
             if other in instance.early or facts.header.kind(other) != facts.header.kind(event.rank):
                 continue
             before = [rank for rank, came in instance.arrived.items() if came.at < ended.at]
-            if (members is not None and event.rank in members and other in members) or before == [
-                other
-            ]:
+            known = members is not None and event.rank in members and other in members
+            if known or before == [other]:
                 instance.early[other] = ended
+                if not known:
+                    self._alone.add(ended.at)
                 self._found.append(
                     Finding.on(
                         "R-EPOCH",
@@ -217,7 +219,12 @@ class FenceEpoch:
         self._open.pop(key, None)
 
     def finish(self, facts: Facts) -> list[Finding]:
-        found = list(self._found)
+        found = [
+            finding.doubted(facts.silent(facts.header.kind(finding.guilty[0])))
+            if finding.at in self._alone and finding.guilty
+            else finding
+            for finding in self._found
+        ]
         for key, instance in self._open.items():
             members = self._met.get((str(key[0]), str(key[1])))
             if members is None:

@@ -6,7 +6,7 @@ from phasesync.audit.answer import FAILED, Finding
 from phasesync.audit.events import Event, Name, of_epoch
 from phasesync.audit.facts import Facts, ranks_in
 from phasesync.audit.rules.seen import Seen
-from phasesync.audit.vocabulary import is_gone_error
+from phasesync.audit.vocabulary import is_echo, is_gone_error
 from phasesync.audit.waits import STEPS, Meet, Waits, unrecovered, waiters
 
 __all__ = ("gone", "report")
@@ -38,8 +38,12 @@ def gone(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             failed = list(dict.fromkeys(event.rank for event in lost))
         if not before and not failed:
             continue
-        explained.update(wait.event.at for wait in meet.waits)
         ranks = failed or before
+        ends = [end for rank in ranks if (end := _end_of(rank, waits.facts)) is not None]
+        echoes = all(is_echo(end.attrs.get("error")) for end in ends)
+        if echoes and waits.without_lines(meet):
+            continue  # They tell of somebody else, and of somebody there is no line.
+        explained.update(wait.event.at for wait in meet.waits)
         roots = [event for rank in ranks if (event := _end_of(rank, waits.facts)) is not None]
         if not roots:
             continue

@@ -182,6 +182,7 @@ def _silent(grab: _Grab, facts: Facts) -> list[Name]:
     """
     devices = tuple(grab.short) or facts.devices.touched(grab.event)
     holders = [rank for device in devices for rank in facts.devices.holders(device)]
+    holders += [rank for rank in facts.silent() if str(rank) in devices]
     return [rank for rank in dict.fromkeys(holders) if facts.ranks[rank].first is None]
 
 

@@ -125,6 +125,7 @@ class Lifetime:
     def __init__(self) -> None:
         self._freed: dict[tuple[Name, str, int | None], Event] = {}
         self._senders: dict[tuple[str, int | None], set[Name]] = {}
+        self._guessed: set[int] = set()  # whose bucket it is follows from there being one sender
         self._found: list[Finding] = []
 
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
@@ -173,6 +174,8 @@ class Lifetime:
         # Where several send a bucket of that number, only a group says whose it is.
         senders = self._senders.get((bucket, free.epoch), set())
         own = len(senders | {free.rank}) == 1
+        if own:
+            self._guessed.add(free.at)
         shared = group_of(reader) is not None and group_of(reader) == group_of(free)
         return reader.epoch == free.epoch and (own or shared)
 
@@ -196,7 +199,12 @@ class Lifetime:
                     return
 
     def finish(self, facts: Facts) -> list[Finding]:
-        return self._found
+        return [
+            finding.doubted(facts.silent(facts.header.kind(finding.guilty[0])))
+            if finding.at in self._guessed and finding.guilty
+            else finding
+            for finding in self._found
+        ]
 
 
 def _hashable(value: object) -> bool:

@@ -201,7 +201,7 @@ class Contents:
                 return
 
     def finish(self, facts: Facts) -> list[Finding]:
-        return self._found
+        return [finding.doubted(facts.silent("trainer")) for finding in self._found]
 
 
 def _written_by_other(rank: Name, since: Event, facts: Facts) -> bool:
