@@ -130,6 +130,18 @@ def test_phasesync_takes_at_most_one_percent_of_an_epoch() -> None:
     assert shares[len(shares) // 2] <= 0.01
 
 
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32])
+def test_a_fence_with_a_core_for_each_rank_is_no_slower_than_a_barrier(size: int) -> None:
+    rows = {
+        row["variant"]: row
+        for row in figures("fences_16_cores.json")["rows"]
+        if row["size"] == size
+    }
+    barrier = rows["to_thread(dist.barrier)"]["p50_ms"]
+    assert rows["store"]["p50_ms"] < barrier
+    assert rows["tcp"]["p50_ms"] < barrier * 0.82
+
+
 @pytest.mark.parametrize("scene", ["two_fenced", "two_replica", "two_world"])
 def test_two_gpus_with_random_delays_are_clean(scene: str) -> None:
     assert audit(scene, "colocated_two")["verdict"] == "ok"
