@@ -2,17 +2,20 @@
 
 import itertools
 import time
+from dataclasses import replace
 
 import pytest
 
 from phasesync.checker import Settings, check
+from phasesync.checker.explicit import never_reached, smooth
 from phasesync.checker.growth import grows
 from phasesync.checker.mutants import mutations, rescoped, survey, swapped, without_fence
-from phasesync.checker.report import Report
+from phasesync.checker.report import NOT_NEEDED, Report
 from phasesync.core.kernel import initial, step
 from phasesync.core.model import OptionValue
+from phasesync.core.plan import Wait, resolve
 from phasesync.core.properties import Violation, violations
-from phasesync.core.verdict import Holds, Undecided, Violated
+from phasesync.core.verdict import SOMETIMES, Holds, Undecided, Violated
 from phasesync.errors import PlanError
 from phasesync.report.check_text import report_lines, survey_lines
 from phasesync.spec import load, shipped
@@ -217,7 +220,7 @@ def test_many_ranks_do_what_goes_wrong_on_two(any_n: bool) -> None:
         mutate=without_fence("staged"),
         settings=Settings(any_n=any_n, states_max=5_000),
     )
-    broken = {case.ranks: case.verdict for case in report.cases}
+    broken = {c.ranks: c.verdict for c in report.cases if c.asks != (SOMETIMES,)}
     two, eight = broken[2], broken[8]
     assert isinstance(two, Violated)
     assert isinstance(eight, Violated)
@@ -250,3 +253,43 @@ def test_each_fence_removed_is_found_whatever_size_is_asked(fence: str) -> None:
     )
     eight = next(case.verdict for case in report.cases if case.ranks == 8)
     assert isinstance(eight, Violated)
+
+
+def test_what_should_happen_is_looked_for_also_where_only_who_waits_was_asked() -> None:
+    report = check(load("basic"), ranks=3)
+    assert isinstance(report.verdict, Holds)
+    assert reach(report, "sometimes") == ("holds", "up to N = 3")
+    seen = [case for case in report.cases if SOMETIMES in case.asks]
+    assert [(case.ranks, case.faults, case.epochs) for case in seen] == [(3, "none", 1)]
+
+
+def test_one_run_without_faults_shows_a_fence_that_can_never_open() -> None:
+    basic = load("basic")
+    plan = resolve(basic, {str(role): 3 for role in basic.active_roles}, {"replica_size": 3})
+    assert never_reached(plan, smooth(plan)) == ()
+    first, *others = plan.programs
+    fence = next(step for step in first if isinstance(step, Wait))
+    lonely = [tuple(step for step in each if step != fence) for each in others]
+    missing = never_reached(plan, smooth(replace(plan, programs=(first, *lonely))))
+    assert f"fence {fence.fence!r} never opens" in missing
+
+
+def test_once_a_rule_is_broken_the_rest_is_left_out_and_told() -> None:
+    clock = iter(range(10**9))
+    few = Settings(any_n=False, rest_s=0.0, now=lambda: float(next(clock)))
+    report = check(COLOCATED, mutate=without_fence("memory_released"), settings=few)
+    first, *rest = [case for case in report.cases if case.asks != (SOMETIMES,)]
+    assert isinstance(first.verdict, Violated)
+    assert first.verdict.shortest
+    assert first.ranks == 2
+    assert report.counterexample is first
+    assert rest
+    for case in rest:
+        assert isinstance(case.verdict, Undecided)
+        assert (case.verdict.bound, case.extra) == (NOT_NEEDED, True)
+    text = report_lines(report)
+    assert any(line.startswith("not reached: N = 2") for line in text)
+    assert any(line.endswith("more; a rule is broken already") for line in text)
+    assert not any(line.startswith("undecided") for line in text)
+    said = {each.property: each.reach for each in report.summaries}
+    assert said["deadlock"] == "its searches ended where another property broke"

@@ -7,7 +7,7 @@ Whatever the budget did not reach is a case of its own that says so.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 from phasesync.checker.anyn import Mutate, counts, gist, sized, tracked, tracked_plan, unclosed
 from phasesync.checker.cover import decided, families
@@ -16,12 +16,13 @@ from phasesync.checker.explicit import (
     explore,
     judge,
     never_reached,
+    smooth,
     told,
     vacuous,
 )
 from phasesync.checker.growth import growth
-from phasesync.checker.report import SAFETY, Assignment, Case, Report
-from phasesync.checker.search import Budget, Found
+from phasesync.checker.report import NOT_NEEDED, SAFETY, Assignment, Case, Report
+from phasesync.checker.search import TIME, Budget, Found
 from phasesync.checker.skeleton import bare
 from phasesync.checker.widen import widened
 from phasesync.core.kernel import Faults, Kind
@@ -60,7 +61,9 @@ class Settings:
 
     `atomic` takes each phase as one step of explicit searches, as models of other checkers do:
     what two phases do to each other while both are in progress is not looked at then. `apart`
-    gives each rank a device of its own, also where two roles would share one.
+    gives each rank a device of its own, also where two roles would share one. `rest_s` is how long
+    to go on once a rule is broken and the run that shows it is known; without it nothing is left
+    out.
     """
 
     any_n: bool = True
@@ -69,6 +72,7 @@ class Settings:
     atomic: bool = False
     apart: bool = False
     time_limit_s: float | None = None
+    rest_s: float | None = None
     states_max: int = 3_000_000
     now: Callable[[], float] | None = None
     bytes_max: int = 2 << 30
@@ -165,6 +169,9 @@ class _Run:
         self.reached: set[tuple[Kind, str]] = set()
         self.plain: list[_Plain] = []
         self.asked = dict(settle(protocol, pinned))
+        self.later: list[_Options] = []
+        self.rest_from: float | None = None
+        self.ranks_asked = False
 
     # ------------------------------------------------------------------------------ bounds
 
@@ -174,8 +181,14 @@ class _Run:
         return round(self.settings.now() - self.began, 3)
 
     def budget(self) -> Budget:
-        limit = self.settings.time_limit_s
-        until = None if limit is None or self.began is None else self.began + limit
+        limits = (
+            (self.began, self.settings.time_limit_s),
+            (self.rest_from, self.settings.rest_s),
+        )
+        until = min(
+            (begin + most for begin, most in limits if begin is not None and most is not None),
+            default=None,
+        )
         return Budget(
             states_max=self.settings.states_max,
             until_s=until,
@@ -197,6 +210,7 @@ class _Run:
     ) -> None:
         base: dict[str, OptionValue] = dict(settle(self.protocol, self.pinned))
         asked = faults_of(faults, most)
+        self.ranks_asked = ranks is not None
         if ranks is not None:
             self.plain.append(_Plain(ranks, self._fit(base, ranks), *asked, epochs or 2))
             if faults is None:
@@ -242,6 +256,7 @@ class _Run:
         if not self.settings.any_n or self.settings.apart:
             for plain in self.plain:
                 self._explicit(plain)
+            self._sometimes()
             return
         reason = unclosed(self.protocol, self.asked, self.mutate)
         families_ = self._families() if reason is None else ()
@@ -261,6 +276,63 @@ class _Run:
         for plain in self.plain:
             if plain.extra:
                 self._explicit(plain)
+        for options in self.later:
+            self._any((options,))
+        self._sometimes()
+
+    def _keep(self, case: Case, *, asked: bool = True) -> None:
+        """One more case. Once a rule is broken, a search that is cut short is one that nobody
+        needs; `asked` says whether this one is of as many ranks as were asked for, if any were."""
+        if self.rest_from is not None and _timed_out(case.verdict):
+            case = replace(case, verdict=replace(case.verdict, bound=NOT_NEEDED), extra=True)
+        self.cases.append(case)
+        broken = isinstance(case.verdict, Violated)
+        if broken and self.rest_from is None and (asked or not self.ranks_asked):
+            self.rest_from = self.settings.now() if self.settings.now else None
+
+    def _left_out(self) -> bool:
+        """Whether nothing more need be looked at, since a rule is broken and its run is known."""
+        rest = self.settings.rest_s
+        if self.rest_from is None or rest is None or self.settings.now is None:
+            return False
+        return self.settings.now() > self.rest_from + rest
+
+    def _sometimes(self) -> None:
+        """Where no search has said whether all that should happen can: one run that shows it, and
+        where that does not, every run without faults."""
+        for case in self.cases:
+            match case.verdict:
+                case Holds() if SOMETIMES in case.asks:
+                    return
+                case Violated(property=broken) if broken == SOMETIMES:
+                    return
+                case _:
+                    pass
+        asked = (plain for plain in self.plain if not plain.extra)
+        most = max(asked, key=lambda plain: plain.ranks)
+        plain = most._replace(faults=FAULTS["none"], said="none", epochs=1)
+        before = self.elapsed()
+        plan = self._plan(plain)
+        if plan.defects:
+            return
+        seen = smooth(plan)
+        self.reached |= seen.reached
+        if never_reached(plan, seen):
+            if (whole := self._search(plain, deadlocks=True)) is not None:
+                self._keep(whole)
+            return
+        self._keep(
+            Case(
+                ranks=len(plan.members),
+                options=_assignment(plain.options),
+                faults=plain.said,
+                epochs=1,
+                asks=(SOMETIMES,),
+                verdict=judge(seen),
+                elapsed_s=self._since(before),
+                plan=plan,
+            )
+        )
 
     def _families(self) -> tuple[tuple[_Options, ...], ...]:
         """Assignments of the options by what one search answers for; groups of one rank, which
@@ -321,6 +393,8 @@ class _Run:
             devices = self._devices(members)
             return self.mutate(resolve(self.protocol, members, grown, devices=devices))
 
+        if self.rest_from is not None and self.settings.now is not None:
+            self.rest_from = self.settings.now()  # Its own share of the time.
         budget = self.budget()
         few = replace(budget, states_max=min(budget.states_max, 20_000))
         return growth(plan_of, broken.faults, broken.epochs, (2, 3, 4, 6), few)
@@ -341,7 +415,7 @@ class _Run:
         )
 
     def _note(self, options: Mapping[str, OptionValue], verdict: Verdict) -> None:
-        self.cases.append(
+        self._keep(
             Case(
                 ranks=None,
                 options=_assignment(options),
@@ -350,20 +424,27 @@ class _Run:
                 asks=(SAFETY,),
                 verdict=verdict,
                 extra=dict(options) != self.asked,
-            )
+            ),
+            asked=False,
         )
 
     def _any(self, family: tuple[_Options, ...]) -> None:
         """The first of a family, which answers for the others if it holds or time runs out."""
         options, *rest = family
         before = self.elapsed()
-        found = tracked(self.protocol, options, mutate=self.mutate, budget=self.budget())
+        if self._left_out():
+            found = Found(states=0, bound=NOT_NEEDED)
+        else:
+            found = tracked(self.protocol, options, mutate=self.mutate, budget=self.budget())
         if found.trail is not None:
             self._candidate(options, found)
+            if self.settings.rest_s is not None:
+                self.later += rest
+                return
             for each in rest:
                 self._any((each,))
             return
-        self.cases.append(
+        self._keep(
             Case(
                 ranks=None,
                 options=_assignment(options),
@@ -372,9 +453,10 @@ class _Run:
                 asks=(SAFETY,),
                 verdict=judge(found),
                 elapsed_s=self._since(before),
-                extra=self.asked not in family,
+                extra=self._left_out() or self.asked not in family,
                 covers=tuple(map(_assignment, rest)),
-            )
+            ),
+            asked=False,
         )
 
     def _candidate(self, options: dict[str, OptionValue], found: Found) -> None:
@@ -392,17 +474,30 @@ class _Run:
                 said = f"{most} of crash or fail"
                 case = self._search(_Plain(ranks, fitted, faults, said, 2), deadlocks=False)
                 if case is not None and isinstance(case.verdict, Violated):
-                    self.cases.append(case)
+                    self._keep(case, asked=False)
                     return
         bound = "the token for untracked ranks breaks a rule that no explicit run breaks"
         self._note(options, Undecided(bound=bound, states=found.states, depth=found.depth))
 
     def _explicit(self, plain: _Plain) -> None:
+        if self._left_out():
+            self._keep(
+                Case(
+                    ranks=sum(counts(self.protocol, plain.ranks).values()),
+                    options=_assignment(plain.options),
+                    faults=plain.said,
+                    epochs=plain.epochs,
+                    asks=(SAFETY, DEADLOCK, SOMETIMES),
+                    verdict=Undecided(bound=NOT_NEEDED, states=0, depth=0),
+                    extra=True,
+                )
+            )
+            return
         if plain.ranks > COUNTED_MAX and (case := self._widened(plain)) is not None:
-            self.cases.append(case)
+            self._keep(case)
             return
         if (case := self._search(plain, deadlocks=True)) is not None:
-            self.cases.append(case)
+            self._keep(case)
 
     def _widened(self, plain: _Plain) -> Case | None:
         """What goes wrong on two ranks, done by that many; None where it does not go wrong."""
@@ -411,9 +506,7 @@ class _Run:
         before = self.elapsed()
         assert isinstance(few.verdict, Violated)
         assert few.plan is not None
-        members = counts(self.protocol, plain.ranks)
-        devices = self._devices(members)
-        many = self.mutate(resolve(self.protocol, members, plain.options, devices=devices))
+        many = self._plan(plain)
         faults = plain.faults if few.faults == plain.said else ANY_TWO
         found = widened(few.plan, few.verdict.path, many, faults, plain.epochs)
         if found is None:
@@ -448,15 +541,13 @@ class _Run:
             return None
         if tried is None or not isinstance(tried.verdict, Violated) or not tried.verdict.violations:
             return None
-        self.cases.append(tried)
+        self._keep(tried, asked=False)
         return tried
 
     def _search(self, plain: _Plain, *, deadlocks: bool) -> Case | None:
         before = self.elapsed()
         try:
-            members = counts(self.protocol, plain.ranks)
-            devices = self._devices(members)
-            plan = self.mutate(resolve(self.protocol, members, plain.options, devices=devices))
+            plan = self._plan(plain)
             plan = behind_plan_fence(plan) if plain.faults.mixed else plan
         except PlanError:
             if plain.ranks == 3:
@@ -492,6 +583,11 @@ class _Run:
             product=found.product,
             plan=plan,
         )
+
+    def _plan(self, plain: _Plain) -> Plan:
+        members = counts(self.protocol, plain.ranks)
+        devices = self._devices(members)
+        return self.mutate(resolve(self.protocol, members, plain.options, devices=devices))
 
     def _is_safe(self, plain: _Plain, plan: Plan) -> bool:
         """Whether safety has been proved under these options, whatever the number of ranks."""
@@ -553,6 +649,10 @@ class _Run:
     def _since(self, before: float | None) -> float | None:
         now = self.elapsed()
         return None if now is None or before is None else round(now - before, 3)
+
+
+def _timed_out(verdict: Verdict) -> TypeGuard[Undecided]:
+    return isinstance(verdict, Undecided) and verdict.bound == TIME
 
 
 def _assignment(options: Mapping[str, OptionValue]) -> Assignment:

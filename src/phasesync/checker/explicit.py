@@ -11,11 +11,12 @@ from phasesync.checker.paths import Lifted, lift
 from phasesync.checker.plainly import search_plainly
 from phasesync.checker.search import NO_BUDGET, Budget, Found, search
 from phasesync.checker.space import Space
-from phasesync.core.kernel import Faults, Kind, Status, next_step
+from phasesync.core.kernel import Event, Faults, Kind, Status, System, initial, next_step, step
 from phasesync.core.plan import FIRST_FROM_S, PLAN, Act, Plan, Wait
 from phasesync.core.verdict import DEADLOCK, SOMETIMES, Holds, Undecided, Verdict, Violated
+from phasesync.errors import Refused
 
-__all__ = ("behind_plan_fence", "explore", "judge", "never_reached", "told")
+__all__ = ("behind_plan_fence", "explore", "judge", "never_reached", "smooth", "told", "vacuous")
 
 
 def behind_plan_fence(plan: Plan) -> Plan:
@@ -110,6 +111,42 @@ def _who_waits(plan: Plan, lifted: Lifted) -> str:
             case _:
                 pass
     return "; ".join(waits) or "nobody can go on"
+
+
+def smooth(plan: Plan) -> Found:
+    """One run of one epoch in which nothing fails: each rank in turn goes as far as it can."""
+    system, found, moved = initial(plan), Found(states=1), True
+    while moved:
+        moved = False
+        for rank in range(len(plan.members)):
+            while (after := _on(plan, system, rank)) is not None:
+                event, system = after
+                found.reached.add((event.kind, event.name))
+                found.states, found.depth, moved = found.states + 1, found.depth + 1, True
+    found.transitions = found.depth
+    return found
+
+
+def _on(plan: Plan, system: System, rank: int) -> tuple[Event, System] | None:
+    """The next step of a rank, and what is after it; None where it waits or is at its end."""
+    state = system.ranks[rank]
+    here = next_step(plan, rank, state)
+    kind = _NEXT.get((type(here), state.status))
+    if here is None or kind is None:
+        return None
+    event = Event(kind, rank, here.phase if isinstance(here, Act) else here.fence)
+    try:
+        return event, step(plan, system, event)
+    except Refused:
+        return None
+
+
+_NEXT = {
+    (Act, Status.READY): Kind.START,
+    (Act, Status.ACTING): Kind.END,
+    (Wait, Status.READY): Kind.ARRIVE,
+    (Wait, Status.WAITING): Kind.PASS,
+}
 
 
 def never_reached(plan: Plan, found: Found) -> tuple[str, ...]:

@@ -12,10 +12,12 @@ from phasesync.core.plan import Plan
 from phasesync.core.properties import Violation
 from phasesync.core.verdict import DEADLOCK, SOMETIMES, Holds, Undecided, Verdict, Violated
 
-__all__ = ("Assignment", "Case", "Report", "Summary", "word")
+__all__ = ("NOT_NEEDED", "SAFETY", "Assignment", "Case", "Report", "Summary", "word")
 
 Assignment: TypeAlias = tuple[tuple[str, OptionValue], ...]
 SAFETY = "safety"
+#: The bound of a search that was left out or cut short because something else is broken already.
+NOT_NEEDED = "a rule is broken already"
 _WORDS = {Holds: "holds", Violated: "violated", Undecided: "undecided"}
 
 
@@ -168,7 +170,7 @@ class Report:
         open_cases = [c for c in cases if isinstance(c.verdict, Undecided) and not c.extra]
         verdict = "holds" if holding and not open_cases else "undecided"
         if not holding:
-            reach = "no search for it came to its end"
+            reach = _unreached(cases)
         elif any(case.ranks is None for case in holding):
             asked = [case for case in cases if case.ranks is None]
             many = sum(1 + len(case.covers) for case in asked)
@@ -195,6 +197,16 @@ class Report:
             "lengths": [list(each) for each in self.lengths],
             "elapsed_s": self.elapsed_s,
         }
+
+
+def _unreached(cases: list[Case]) -> str:
+    """Why nothing came of the searches for a property."""
+    bounds = {case.verdict.bound for case in cases if isinstance(case.verdict, Undecided)}
+    if any(isinstance(case.verdict, Violated) for case in cases):
+        return "its searches ended where another property broke"
+    if not cases or bounds == {NOT_NEEDED}:
+        return "not looked for" + (f": {NOT_NEEDED}" if cases else "")
+    return "no search for it came to its end"
 
 
 def _breaks(verdict: Verdict, name: str) -> bool:

@@ -12,9 +12,11 @@ from phasesync.checker.orbits import product_of
 from phasesync.checker.space import Space, State
 from phasesync.core.kernel import Kind
 
-__all__ = ("NO_BUDGET", "Budget", "Found", "Label", "search")
+__all__ = ("NO_BUDGET", "TIME", "Budget", "Found", "Label", "search")
 
 Label: TypeAlias = tuple[Kind, str]
+#: The bound of a search that time ended.
+TIME = "time"
 _LOOK_EVERY = 256
 
 
@@ -34,7 +36,7 @@ class Budget:
         if states > self.states_max:
             return f"{self.states_max:,} states"
         if self.now is not None and self.until_s is not None and self.now() > self.until_s:
-            return "time"
+            return TIME
         if self.held is not None and self.held() > self.bytes_max:
             return f"{self.bytes_max / 2**30:.2g} GiB of memory"
         return None

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ("check",)
 
+#: Seconds to go on for once a rule is broken and the run that shows it is known.
+REST_S = 1.0
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -115,6 +117,7 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
             atomic=given["atomic"],
             apart=given["apart"],
             time_limit_s=time_limit,
+            rest_s=REST_S,
             now=time.monotonic,
             held=_held,
         ),

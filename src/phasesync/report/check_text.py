@@ -62,7 +62,8 @@ def _bounds(report: Report) -> list[str]:
     left = [c for c in report.cases if isinstance(c.verdict, Undecided) and c.extra]
     lines += [f"not reached: {_asked(case)}" for case in left[:LEFT_MAX]]
     if len(left) > LEFT_MAX:
-        lines.append(f"not reached: {len(left) - LEFT_MAX} more; give it more --time-limit")
+        more = "a rule is broken already" if report.counterexample else "give it more --time-limit"
+        lines.append(f"not reached: {len(left) - LEFT_MAX} more; {more}")
     return lines
 
 
