@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from phasesync.core.fence_keys import Delete, Get, Put
 from phasesync.core.model import Opened, Rank, RoleName, RootCause
 from phasesync.errors import PlanError, StaleArrival, StoreLost
 from phasesync.fences.base import FenceTransport
+from phasesync.fences.lines import Client
 from phasesync.fences.neighbours import Neighbours, host_id, started_at
 from phasesync.fences.store import StoreFences, StoreObserver, default_store
 from phasesync.testing import FenceWorld, arrives
@@ -55,6 +57,38 @@ def test_an_orderly_end_leaves_no_key_and_no_thread(store: Any) -> None:
     while set(threading.enumerate()) - before and time.monotonic() < until:
         time.sleep(0.05)
     assert set(threading.enumerate()) - before == set()
+
+
+class Busy:
+    """A store to which somebody else of the process connects just as we do, so many times."""
+
+    def __init__(self, store: Any, times: int) -> None:
+        self.port = store.port
+        self.libuvBackend = True
+        self.others: list[Any] = []
+        self._store = store
+        self._times = times
+
+    def clone(self) -> Any:
+        ours = self._store.clone()
+        if len(self.others) < self._times:
+            self.others.append(self._store.clone())
+        return ours
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_nobody_elses_connection_is_cut(store: Any, times: int) -> None:
+    busy = Busy(store, times)
+    client = Client(busy)  # type: ignore[arg-type]
+    client.perform(Put("ours", b"1"))
+    assert client.perform(Get("ours")) == b"1"
+    assert (client.address is not None) == (times == 1), "where it cannot be told, none is ours"
+    client.cut()
+    client.perform(Delete("ours")) if times > 1 else store.delete_key("ours")
+    client.close()
+    assert busy.others
+    for other in busy.others:
+        assert not other.check(["nothing"])
 
 
 def test_connecting_and_leaving_without_a_fence_leaves_no_key(store: Any) -> None:

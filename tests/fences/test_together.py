@@ -13,12 +13,17 @@ from typing import Any
 
 import pytest
 
+from phasesync.core.fence_keys import Process, Space
 from phasesync.core.model import Broken, Opened, Rank
 from phasesync.fences.base import FenceTransport
 from phasesync.fences.direct import DirectLine
 from phasesync.fences.follower import Follower
-from phasesync.fences.leader import Leader
+from phasesync.fences.leader import Leader, door_of
+from phasesync.fences.lines import Lines
+from phasesync.fences.slots import Slots
 from phasesync.fences.store import StoreFences
+from phasesync.fences.tcp import TcpCoordinator
+from phasesync.fences.wards import Wards, address_of
 from phasesync.testing import FenceWorld, arrives, failure_of
 from tests.fences.processes import (
     Part,
@@ -183,9 +188,9 @@ def leader_of(world: FenceWorld) -> StoreFences:
     return end
 
 
-@pytest.mark.parametrize("watches", [False, True])
-def test_a_leader_whose_connections_close_is_passed_by_at_once(watches: bool) -> None:
-    """It has arrivals in its hands, or was to say when a fence breaks."""
+@pytest.mark.parametrize(("watches", "leads"), [(False, False), (True, False), (False, True)])
+def test_a_leader_whose_connections_close_is_passed_by_at_once(watches: bool, leads: bool) -> None:
+    """It has arrivals in its hands, its own perhaps, or was to say when a fence breaks."""
 
     async def check() -> None:
         world = world_of(tcp_store(), 3)
@@ -193,6 +198,8 @@ def test_a_leader_whose_connections_close_is_passed_by_at_once(watches: bool) ->
         generation = await pass_until_together(world)
         call = world.call(generation)
         first, *others = world.ranks
+        if leads:
+            first, others = others[0], [first, others[1]]
         act = world.ends[others[0]].watch if watches else None
         waiting: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(act(call) if act else world.arrive(others[0], call))
@@ -214,6 +221,86 @@ def test_a_leader_whose_connections_close_is_passed_by_at_once(watches: bool) ->
         await world.close()
 
     asyncio.run(check())
+
+
+def test_a_follower_that_is_cut_before_its_first_turn_has_ended() -> None:
+    """Who leaves waits for it: that its task never ran must not keep it for ever."""
+
+    async def check(turns: int) -> None:
+        ended: list[Process] = []
+        leader = Process(rank_of(0), 0, 1, 1, door="nobody:secret")
+        follower = Follower(leader, rank=rank_of(1), run=("r", 0), over=ended.append)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        follower.cut()
+        async with asyncio.timeout(5):
+            await follower.ended.wait()
+        assert ended == [leader]
+
+    for turns in range(4):
+        asyncio.run(check(turns))
+
+
+def test_who_leaves_begins_nothing_any_more() -> None:
+    """A look at who is here is answered when the rank has let go of the others."""
+
+    async def check() -> None:
+        world = world_of(tcp_store(), 2)
+        await world.open()
+        await pass_until_together(world)
+        leaves = world.ends[world.ranks[1]]
+        assert isinstance(leaves, StoreFences)
+        leaves._look_again()
+        await leaves.close()
+        assert leaves._mates._followers == {}
+        assert not [task for task in asyncio.all_tasks() if "follows" in task.get_name()]
+        await world.close()
+
+    asyncio.run(check())
+
+
+def test_who_is_let_in_while_the_door_closes_is_cut() -> None:
+    """A connection may be accepted just before, and be made just after."""
+
+    async def leads(turns: int) -> None:
+        door = Leader(Slots(Lines(object(), "door"), Space("ps/r/0"), "me"), rank_of(0))  # type: ignore[arg-type]
+        path, _ = door_of(await door.open())
+        with socket.socket(socket.AF_UNIX) as end:
+            await comes(end, path, turns)
+            door.close()
+            await is_cut(end)
+
+    async def is_watched(turns: int) -> None:
+        wards = Wards("run", lambda *_: None)
+        address = await wards.listen("127.0.0.1", rank_of(0), 0)
+        with socket.socket() as end:
+            await comes(end, address_of(address), turns)
+            await wards.close()
+            await is_cut(end)
+
+    async def coordinates(turns: int) -> None:
+        coordinator = TcpCoordinator()
+        await coordinator.start()
+        with socket.socket() as end:
+            await comes(end, coordinator.address, turns)
+            await coordinator.close()
+            await is_cut(end)
+
+    async def comes(end: socket.socket, where: Any, turns: int) -> None:
+        end.connect(where)
+        end.setblocking(False)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+
+    async def is_cut(end: socket.socket) -> None:
+        async with asyncio.timeout(2):
+            with suppress(ConnectionResetError):
+                while await asyncio.get_running_loop().sock_recv(end, 64):
+                    pass
+
+    for turns in range(6):
+        for door in (leads, is_watched, coordinates):
+            asyncio.run(door(turns))
 
 
 def test_a_stranger_at_the_door_is_refused_and_a_late_greeting_hurts_nobody() -> None:

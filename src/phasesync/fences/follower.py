@@ -59,6 +59,7 @@ class Follower(asyncio.Protocol):
         self.ended = asyncio.Event()
         name = f"{rank} follows {leader.rank}"
         self._connecting = asyncio.get_running_loop().create_task(self._connect(), name=name)
+        self._connecting.add_done_callback(self._connected)
 
     @property
     def is_ready(self) -> bool:
@@ -86,8 +87,8 @@ class Follower(asyncio.Protocol):
         """End the connection; whoever waits hears None."""
         if self._transport is not None:
             self._transport.abort()
-        elif not self._connecting.cancel():
-            self._end()
+        else:
+            self._connecting.cancel()
 
     def leave_to_parent(self) -> None:
         """In a fork: let go of the connection. Its number stays taken."""
@@ -140,9 +141,11 @@ class Follower(asyncio.Protocol):
                 await asyncio.get_running_loop().create_unix_connection(lambda: self, path)
         except (OSError, TimeoutError):
             self._end()
-        except asyncio.CancelledError:
+
+    def _connected(self, connecting: "asyncio.Task[None]") -> None:
+        """A task that is cancelled before its first turn has run none of its own lines."""
+        if connecting.cancelled():
             self._end()
-            raise
 
     def _ping_later(self) -> None:
         self._ping_timer = asyncio.get_running_loop().call_later(PING_S, self._ping)

@@ -33,6 +33,7 @@ class Host:
         self._run = run
         self._least = least
         self._leader: Leader | None = None
+        self._is_closed = False
         self._mates: dict[Rank, Process] = {}
         self._gone: set[tuple[Rank, int]] = set()
         self._followers: dict[tuple[Rank, int], Follower] = {}
@@ -46,7 +47,8 @@ class Host:
         return await self._leader.open()
 
     async def close(self) -> None:
-        """Bring nothing any more, and have nothing brought."""
+        """Bring nothing any more, and have nothing brought; no connection is begun from now on."""
+        self._is_closed = True
         if self._leader is not None:
             self._leader.close()
         followers, self._followers = list(self._followers.values()), {}
@@ -125,7 +127,7 @@ class Host:
         self._chosen[scope] = chosen = (members, process)
         if process is not None and process.rank != self._rank:
             who = (process.rank, process.incarnation)
-            if who not in self._followers:
+            if who not in self._followers and not self._is_closed:
                 self._followers[who] = Follower(
                     process, rank=self._rank, run=self._run, over=self._over
                 )

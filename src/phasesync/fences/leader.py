@@ -30,6 +30,8 @@ from phasesync.core.fence_messages import (
 )
 from phasesync.core.fence_steps import UNJUDGED, Brought, bringing
 from phasesync.core.model import Arrival, FenceCall, FenceKey, Rank, RoleName
+from phasesync.fences.doors import shut
+from phasesync.fences.jobs import settle
 from phasesync.fences.slots import HearVerdict, Slot, Slots
 
 __all__ = ("PONG", "Leader", "can_lead", "door_of", "let_go")
@@ -75,6 +77,7 @@ class Leader:
         self._secret = secrets.token_hex(16)
         self.greeting = greeting(self._secret)
         self._server: asyncio.Server | None = None
+        self._is_closed = False
         self._guests: set[_Guest] = set()
         self._gatherings: dict[FenceKey, Gathering] = {}
         self._timers: dict[FenceKey, asyncio.TimerHandle] = {}
@@ -90,13 +93,16 @@ class Leader:
         return f"{name}:{self._secret}"
 
     def close(self) -> None:
-        """Whoever waits here comes to the store by itself."""
+        """Whoever waits here comes to the store by itself, the leader too."""
+        self._is_closed = True
         if self._server is not None:
-            self._server.close()
+            shut(self._server)
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
         self._gatherings.clear()
+        for future in list(self._own):
+            settle(future, None, None)
         for guest in list(self._guests):
             guest.cut()
 
@@ -160,7 +166,10 @@ class Leader:
         return known
 
     def joined(self, guest: "_Guest") -> None:
+        """Somebody is at the door; it may have been accepted just before that was closed."""
         self._guests.add(guest)
+        if self._is_closed:
+            guest.cut()
 
     def parted(self, guest: "_Guest") -> None:
         """Somebody is gone: nobody waits for it any more."""

@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -50,6 +50,7 @@ CONNECTING_S = 10.0  # So much more where no line is free: a name service may ho
 SOCKET_WAIT_S = 3600.0  # One blocking wait on a socket, which `close` can end.
 POLLED_WAIT_S = 1.0  # One blocking wait on a store without a socket, which it cannot.
 REHEARSAL_S = 10.0  # To find out whether one can do without threads; else there are threads.
+CLONES_MAX = 8  # So often a client is made anew, until its socket is told from others.
 LINES_AT_START = 2  # One to wait, one to break what is waited for.
 NOT_THERE = "(not there)"
 INTERNET = (socket.AF_INET, socket.AF_INET6)
@@ -70,13 +71,11 @@ class Client:
         self._port = getattr(base, "port", None)
         # TCPStore's older server does not wake who waits for a key when it is compared and set.
         self._sleeps_through_compare_set = not getattr(base, "libuvBackend", True)
-        with self._opening:
-            before = _sockets_to(self._port)
-            self._store: Any = store.clone() if hasattr(store, "clone") else store
-            after = _sockets_to(self._port)
-        self._sockets = [end for name, end in after.items() if name not in before]
-        for end in (*before.values(), *(end for name, end in after.items() if name in before)):
-            end.close()
+        self._store: Any = store
+        self._sockets: list[socket.socket] = []
+        if hasattr(store, "clone"):
+            with self._opening:
+                self._store, self._sockets = _cloned(store, self._port)
         self._wait_s = SOCKET_WAIT_S if self._sockets else POLLED_WAIT_S
         if hasattr(store, "clone"):  # The connection is ours alone.
             self._store.set_timeout(timedelta(seconds=self._wait_s))
@@ -156,8 +155,7 @@ class Client:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        for end in self._sockets:
-            end.close()
+        _close_all(self._sockets)
         self._sockets = []
         del self._store
 
@@ -184,6 +182,31 @@ def _base_of(store: Any) -> Any:
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return store
+
+
+def _cloned(store: Any, port: int | None) -> tuple[Any, list[socket.socket]]:
+    """A client of our own, and its socket: the one that is new.
+
+    The process may connect to the same store elsewhere just then, and what is cut must not be
+    somebody else's: where more than one is new it is tried again. If it stays so, the client is one
+    that cannot be cut.
+    """
+    for _ in range(CLONES_MAX):
+        before = _sockets_to(port)
+        clone = store.clone()
+        after = _sockets_to(port)
+        new = [after.pop(name) for name in after.keys() - before.keys()]
+        _close_all(before.values())
+        _close_all(after.values())
+        if len(new) == 1 or not (before or after or new):
+            return clone, new  # Nothing is seen where there is no `/proc`, and of other stores.
+        _close_all(new)
+    return clone, []
+
+
+def _close_all(ends: Iterable[socket.socket]) -> None:
+    for end in ends:
+        end.close()
 
 
 def _sockets_to(port: int | None) -> dict[Any, socket.socket]:

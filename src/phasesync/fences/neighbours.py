@@ -51,10 +51,11 @@ class Neighbours:
     def __init__(self, gone: Callable[[Any, int], None]) -> None:
         self._gone = gone
         self._watched: dict[Hashable, int] = {}
+        self._is_closed = False
 
     def watch(self, who: Hashable, pid: int, started: int) -> None:
         """Call `gone(who, pid)` once when the process ends, or now if it has ended."""
-        if who in self._watched or not hasattr(os, "pidfd_open"):
+        if self._is_closed or who in self._watched or not hasattr(os, "pidfd_open"):
             return
         try:
             fd = os.pidfd_open(pid)
@@ -69,6 +70,7 @@ class Neighbours:
 
     def close(self) -> None:
         """Watch nobody any more."""
+        self._is_closed = True
         for who in list(self._watched):
             self._forget(who)
 

@@ -66,6 +66,8 @@ class Pulse:
             self._loop.call_soon_threadsafe(self._ended.set)
 
     def _beat(self, client: Client) -> None:
+        if self._over.is_set():
+            return  # It took so long to connect that the rank has left, and what it wrote is swept.
         client.perform(Put(self._space.beating, b"1"))
         heard: set[Ask] = set()
         while True:

@@ -137,6 +137,7 @@ class StoreFences:
         self._neighbours = Neighbours(self._gone)
         self._pids: dict[Rank, int] = {}
         self._look: asyncio.TimerHandle | None = None
+        self._is_closing = False
 
     @classmethod
     def observer(
@@ -221,6 +222,7 @@ class StoreFences:
         await self._lines.submit(nothing())
 
     async def close(self) -> None:
+        self._is_closing = True
         if self._look is not None:
             self._look.cancel()
         self._neighbours.close()
@@ -257,10 +259,11 @@ class StoreFences:
         """See who has come since. Who passes the first fence of a scope does it once more."""
 
         def met(looking: "asyncio.Future[Any]") -> None:
-            if not looking.cancelled() and looking.exception() is None:
+            is_answered = not looking.cancelled() and looking.exception() is None
+            if is_answered and not self._is_closing:
                 self._meet(*looking.result())
 
-        if self._lines.lost is None:
+        if self._lines.lost is None and not self._is_closing:
             self._lines.submit(neighbours(self._space, self._host)).add_done_callback(met)
 
     def _lost_abroad(self, rank: Rank, incarnation: int, kind: str, why: str) -> None:

@@ -57,6 +57,7 @@ from phasesync.core.model import (
 )
 from phasesync.errors import FenceBroken, PlanError, StaleArrival, StoreLost
 from phasesync.fences.base import Probe
+from phasesync.fences.doors import shut
 from phasesync.fences.tcp_pulse import NO_REQUEST, TcpPulse
 
 __all__ = ("TcpCoordinator", "TcpFences")
@@ -108,6 +109,7 @@ class TcpCoordinator:
         self._host = host
         self._port = port
         self._server: asyncio.Server | None = None
+        self._is_closed = False
         self._peers: set[_Peer] = set()
         self._hubs: dict[tuple[str, int], Hub] = {}
         self._lists: dict[tuple[str, int], tuple[Rank, ...]] = {}
@@ -134,11 +136,14 @@ class TcpCoordinator:
 
     async def close(self) -> None:
         """Cut all connections: whoever waits loses the transport."""
+        self._is_closed = True
         if self._server is not None:
-            self._server.close()
-            await self._server.wait_closed()
+            shut(self._server)
         for peer in list(self._peers):
             peer.cut()
+        if self._server is not None:
+            await asyncio.sleep(0)
+            await self._server.wait_closed()  # From Python 3.12 on it waits for the peers as well.
 
     def hub(self, run: str, attempt: int) -> Hub:
         return self._hubs.setdefault((run, attempt), Hub())
@@ -151,7 +156,10 @@ class TcpCoordinator:
         return known
 
     def joined(self, peer: "_Peer") -> None:
+        """Somebody is at the door; it may have been accepted just before that was closed."""
         self._peers.add(peer)
+        if self._is_closed:
+            peer.cut()
 
     def parted(self, peer: "_Peer", error: Exception | None) -> None:
         """A connection ended; without a goodbye, and as the last of its rank, it is a death.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from phasesync.core.model import Rank
+from phasesync.fences.doors import shut
 
 __all__ = ("Wards", "address_of")
 
@@ -40,6 +41,7 @@ class Wards:
         self._run = run
         self._gone = gone
         self._server: asyncio.Server | None = None
+        self._is_closed = False
         self._watchers: set[asyncio.StreamWriter] = set()
         self._watching: dict[tuple[Rank, int], asyncio.Task[None]] = {}
 
@@ -48,7 +50,7 @@ class Wards:
         greeting = self._greeting(rank, incarnation)
 
         def watched(_: asyncio.StreamReader, watcher: asyncio.StreamWriter) -> None:
-            if len(self._watchers) >= WATCHERS_MAX:
+            if self._is_closed or len(self._watchers) >= WATCHERS_MAX:
                 watcher.transport.abort()
                 return
             self._watchers = {each for each in self._watchers if not each.is_closing()}
@@ -61,19 +63,20 @@ class Wards:
     def watch(self, rank: Rank, incarnation: int, address: str) -> None:
         """Tell when that process is gone, once."""
         who = (rank, incarnation)
-        if who not in self._watching:
+        if who not in self._watching and not self._is_closed:
             hold = self._hold(rank, incarnation, *address_of(address))
             name = f"watches {rank}"
             self._watching[who] = asyncio.get_running_loop().create_task(hold, name=name)
 
     async def close(self) -> None:
         """Watch nobody any more, and let nobody watch."""
+        self._is_closed = True
         for task in self._watching.values():
             task.cancel()
         if self._watching:
             await asyncio.wait(self._watching.values(), timeout=1.0)
         if self._server is not None:
-            self._server.close()
+            shut(self._server)
         for watcher in self._watchers:
             watcher.transport.abort()
 

@@ -248,10 +248,16 @@ KINDS: Mapping[str, Callable[[Scenario, FenceCall, Arrival], Awaitable[object]]]
 
 
 async def _told(scenario: Scenario, rank: Rank) -> None:
-    """Whoever watches processes tells; the endpoint itself never says goodbye."""
-    survivor = next(r for r in scenario.world.ranks if r != rank)
+    """Whoever watches processes tells; the endpoint itself never says goodbye.
+
+    A rank that leaves cannot tell: it may have closed its own endpoint by then.
+    """
+    leavers = {each for (each, _), kind in scenario.faulty.items() if kind == "leaves"}
+    stay = [each for each in scenario.world.ranks if each != rank and each not in leavers]
+    world = scenario.world
+    teller = world.ends[stay[0]] if stay else await world.newcomer(STRANGER, 0)
     cause = RootCause(kind="dead", ranks=(rank,), error="killed")
-    await scenario.world.ends[survivor].report_lost(cause, incarnation=0)
+    await teller.report_lost(cause, incarnation=0)
 
 
 async def _cut(scenario: Scenario, rank: Rank) -> None:
