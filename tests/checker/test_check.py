@@ -293,3 +293,8 @@ def test_once_a_rule_is_broken_the_rest_is_left_out_and_told() -> None:
     assert not any(line.startswith("undecided") for line in text)
     said = {each.property: each.reach for each in report.summaries}
     assert said["deadlock"] == "its searches ended where another property broke"
+
+
+def test_nobody_waits_for_a_rank_that_rests_beside_the_dead() -> None:
+    report = check(load("disagg_broadcast"), ranks=3, faults="crash,fail", faults_most=2)
+    assert reach(report, "deadlock") == ("holds", "up to N = 3")

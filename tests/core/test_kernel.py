@@ -14,6 +14,8 @@ from phasesync.core.kernel import (
     Kind,
     Mapped,
     Moment,
+    RankState,
+    Stage,
     Status,
     System,
     Verdict,
@@ -250,3 +252,20 @@ def test_every_verb_has_effects_or_leaves_the_cell() -> None:
     touched = {verb for verb, _ in memory._EFFECTS}
     assert touched | {Verb.NEEDS, Verb.USES, Verb.ENSURES, Verb.HOLDS, Verb.AGREES} == set(Verb)
     assert {moment for _, moment in memory._EFFECTS} == set(Moment)
+
+
+def test_after_a_recovery_all_begin_unless_it_went_on_without_somebody() -> None:
+    """Of one who died after it nobody can know; whoever was missed in it has to be replaced."""
+    plan = resolve(load("disagg_broadcast"), 3)
+    end = len(plan.recover[0])
+    rests = RankState(Status.FINISHED, 1, Stage.RECOVER, end)
+
+    def may_begin(dead: RankState) -> set[int]:
+        system = initial(plan)._replace(ranks=(rests, rests, dead))
+        return {event.rank for event in enabled(plan, system) if event.kind is Kind.BEGIN}
+
+    assert may_begin(rests) == {0, 1, 2}
+    assert may_begin(RankState(Status.DEAD, 1, Stage.RECOVER, end)) == {0, 1}
+    assert may_begin(RankState(Status.DEAD, 2, Stage.EPOCH, 0)) == {0, 1}
+    assert may_begin(RankState(Status.DEAD, 1, Stage.RECOVER, end - 1)) == set()
+    assert may_begin(RankState(Status.DEAD, 1, Stage.EPOCH, 0)) == set()

@@ -11,6 +11,7 @@ import pytest
 
 from phasesync.audit.answer import BROKEN, Evidence
 from phasesync.audit.conformance import Conformance
+from phasesync.core.model import Rank, RoleName
 from phasesync.core.protocol import FenceDecl, Protocol
 from phasesync.errors import EpochFailed
 from phasesync.report.audit import audit_paths
@@ -163,3 +164,25 @@ def test_two_hundred_seeds_of_trouble(tmp_path: Path) -> None:
                 assert {f.cause.kind for f in failures} == {"cancelled"}, where
                 assert {f.cause.ranks[0].number for f in failures} == {number}, where
     assert min(seen.values()) > 40
+
+
+def test_who_dies_after_a_recovery_is_missed_in_the_next_epoch_and_at_its_recovery_no_more(
+    tmp_path: Path,
+) -> None:
+    """Nobody could know of it before: all begin, none waits at `stopped` for one who is gone."""
+    world = World(4, tmp_path, epochs=3, fail=(0, "train", 1), gone=3)
+    said = asyncio.run(world.go())
+    for number, answers in enumerate(said):
+        assert isinstance(answers, list)
+        first, *later = answers
+        assert first is not None
+        assert first.can_retry
+        if number == 3:
+            assert later == []
+            continue
+        (second,) = later
+        assert second is not None
+        assert (second.cause.kind, second.replace) == ("dead", (Rank(RoleName("trainer"), 3),))
+        assert not second.can_retry
+        assert second.poisoned == ()  # the recovery went on without it
+    assert broken(tmp_path / world.run) == []

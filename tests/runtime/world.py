@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phasesync.core.model import OptionValue, Rank, RoleName
+from phasesync.core.model import OptionValue, Rank, RoleName, RootCause
 from phasesync.core.protocol import Protocol
 from phasesync.errors import EpochFailed
 from phasesync.fences.inprocess import InProcessFences
@@ -76,6 +76,7 @@ class World:
     late: Mapping[tuple[int, str], float] = field(default_factory=dict)
     fail: tuple[int, str, int] | None = None
     cancel: tuple[int, str, int] | None = None
+    gone: int | None = None  # dies after its first epoch
     pause_s: float = 0.002
     capacity: int = CAPACITY
     run: str = "world"
@@ -136,7 +137,17 @@ class World:
                     said.append(failed)
                     if not failed.can_retry:
                         break
+                if number == self.gone:
+                    await self._dies(hub, number)
+                    break
         return said
+
+    async def _dies(self, hub: InProcessFences, number: int) -> None:
+        """Somebody who watches processes reports it, once the others are in their next epoch."""
+        rank = Rank(RoleName("trainer"), number)
+        await asyncio.sleep(0.05)
+        cause = RootCause(kind="dead", ranks=(rank,), error="killed")
+        await hub.endpoint(rank).report_lost(cause, incarnation=0)
 
     async def go(self, *, within_s: float = 20.0) -> list[list[EpochFailed | None] | BaseException]:
         hub = InProcessFences()

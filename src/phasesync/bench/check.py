@@ -39,6 +39,15 @@ __all__ = (
 MODELS = Path(__file__).parent / "models"
 OURS = "phasesync"
 LIMIT_S = 120.0
+#: What the rows of different tools have in common, and what not.
+NOTES = (
+    "product, crash: a phase is one step for every tool (phasesync --atomic; fence.pml: d_step).",
+    "product: nobody reduces; all count the same states.",
+    "crash: each tool with the reductions that it has; phasesync also takes ranks of one kind as",
+    "  alike, and has two more fences, where a failure is learned, for fence.pml's one flag.",
+    "N = 64, any N: a phase has a start and an end in phasesync, and is one step in spin by hand,",
+    "  which is a model of counts that somebody wrote for ranks of one kind.",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +294,7 @@ def table(rows: Sequence[Row]) -> str:
         lines += [question, f"  {'tool':<14}{'seconds':>9}{'states':>13}  {'verdict':<9}{'':>9}"]
         for row in (each for each in rows if each.question == question):
             lines.append(_cells(row, times.get((question, row.tool))).rstrip())
-    return "\n".join(lines)
+    return "\n".join((*lines, *(NOTES if lines else ())))
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:

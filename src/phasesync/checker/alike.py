@@ -10,7 +10,17 @@ from typing import NamedTuple, TypeAlias
 
 from phasesync.checker.apart import Apart
 from phasesync.checker.tables import Tables
-from phasesync.core.kernel import NONE, Mapped, RankState, Stage, Status, cell, mapped_of, next_step
+from phasesync.core.kernel import (
+    NONE,
+    Mapped,
+    RankState,
+    Stage,
+    Status,
+    cell,
+    mapped_of,
+    missing_from,
+    next_step,
+)
 from phasesync.core.plan import Act, Step, Wait
 from phasesync.core.protocol import Verb
 
@@ -143,10 +153,10 @@ class Alike:
     def _dead(self, rank: int, state: RankState, alive: list[RankState]) -> RankState:
         """Of the dead it counts which fences they have arrived at, while anybody is before one."""
         here = (state.epoch, Stage.EPOCH)
-        if all((each.epoch, each.stage) > here for each in alive):
-            return state._replace(stage=Stage.RECOVER, at=0)
-        if state.stage is Stage.RECOVER:
-            return state._replace(at=0)
+        later = missing_from(self.plan, rank, state) > state.epoch
+        if all((each.epoch, each.stage) > here for each in alive) or state.stage is Stage.RECOVER:
+            at = len(self.plan.recover[rank]) if later else 0
+            return state._replace(stage=Stage.RECOVER, at=at)
         steps = self.plan.programs[rank]
         at = state.at
         while at < len(steps) and not isinstance(steps[at], Wait):
@@ -222,7 +232,8 @@ class Alike:
         self, slot: int, mine: RankState, other: int, theirs: RankState, *, ends: bool
     ) -> _Reach | None:
         """What another rank may do before `mine` moves on; its recovery is the last thing, if
-        `ends`, for none goes on beside the dead. None where nothing holds it up."""
+        `ends`, for none goes on beside one dead whom it did without. None where nothing holds it
+        up."""
         key = (slot, mine, other, theirs, ends)
         if key not in self._reached:
             acts = self._comes_to(slot, mine, other, theirs, ends=ends)
@@ -239,6 +250,8 @@ class Alike:
             step = next_step(self.plan, rank, theirs)
             return [step] if isinstance(step, Act) else []
         if ends and theirs.stage is Stage.RECOVER:
+            if missing_from(self.plan, tables.slots[slot].rank, mine) > theirs.epoch:
+                return None
             return _acts(self.plan.recover[rank][theirs.at :])
         row = tables.row(slot, tables.unit(tables.state(slot, mine), ()))
         their = tables.row(other, tables.unit(tables.state(other, theirs), ()))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from phasesync.checker.alike import Alike
 from phasesync.checker.apart import Apart
-from phasesync.checker.rows import Go, Move, Row
+from phasesync.checker.rows import NEVER, Go, Move, Row
 from phasesync.checker.tables import LOST, BlockState, Tables
 from phasesync.core.kernel import Faults, Kind, Stage, Status
 from phasesync.core.plan import PLAN
@@ -18,13 +18,13 @@ __all__ = ("Around", "Moves", "Summary")
 
 
 class Around(NamedTuple):
-    """What a block sees of the rest: world fences, whether faults are left, whether all live."""
+    """What a block sees of the rest: world fences, whether faults are left, and of the dead."""
 
     open: int
     broken: int
     awaited: int
     may_fault: bool
-    all_live: bool
+    missing: int  # the epoch from which on somebody dead is missing
     orphaned: int = 0  # the bit of a world fence, of a recovery, that waits for the dead alone
 
 
@@ -34,6 +34,7 @@ class Summary(NamedTuple):
     awaits: int
     arrived: int
     gone: bool
+    missing: int
     leads: int
     stuck: bool
     private: bool
@@ -66,7 +67,7 @@ def _steady(row: Row, block: BlockState, around: Around, epochs: int) -> bool:
 
 
 def _resting(row: Row, epochs: int) -> bool:
-    """Whether the rank waits, recovered, for every dead one to be replaced."""
+    """Whether the rank may have to wait, recovered, for the dead to be replaced."""
     state = row.state
     rests = row.status is Status.FINISHED and state.stage is Stage.RECOVER
     return rests and state.epoch < epochs
@@ -169,6 +170,7 @@ class Moves:
         rows = [rows[unit] for rows, unit in zip(self.tables.rows, block[2:], strict=True)]
         awaits, heeds, leads, arrived = 0, 0, 0, -1
         gone = stuck = resting = False
+        missing = NEVER
         private = True
         for row in rows:
             facts = row.facts
@@ -177,6 +179,7 @@ class Moves:
             leads |= facts.leads_world
             arrived &= facts.arrived_world
             gone = gone or facts.gone
+            missing = min(missing, facts.missing)
             stuck = stuck or row.status in _STUCK
             private = private and _private(row)
             resting = resting or _resting(row, self.epochs)
@@ -184,6 +187,7 @@ class Moves:
             awaits,
             arrived,
             gone,
+            missing,
             leads,
             stuck,
             private,
@@ -532,7 +536,7 @@ def _stopped(draft: _Draft, slot: int, row: Row) -> None:
 
 def _finished(draft: _Draft, slot: int, row: Row) -> None:
     state = row.state
-    follows = state.stage is Stage.EPOCH or draft.around.all_live
+    follows = state.stage is Stage.EPOCH or draft.around.missing > state.epoch
     if state.epoch < draft.moves.epochs and follows:
         draft.move(Kind.BEGIN, slot, "", row.go[Kind.BEGIN])
 

@@ -10,7 +10,10 @@ from typing import NamedTuple
 from phasesync.core.kernel import Kind, RankState, Stage
 from phasesync.core.plan import Act, Wait
 
-__all__ = ("Bits", "Facts", "Go", "Memo", "Move", "Row", "Rows")
+__all__ = ("NEVER", "Bits", "Facts", "Go", "Memo", "Move", "Row", "Rows")
+
+#: Later than every epoch: from then on a rank that lives is missing.
+NEVER = 1 << 30
 
 
 class Memo(dict[int, int]):
@@ -63,6 +66,7 @@ class Facts(NamedTuple):
     arrived: int
     arrived_world: int
     gone: bool
+    missing: int  # the epoch from which on the dead is missing
     leads: int
     leads_world: int
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from phasesync.checker.blocks import Block, blocks, shape
 from phasesync.checker.moves import Around, Moves, Summary
-from phasesync.checker.rows import Bits, Move
+from phasesync.checker.rows import NEVER, Bits, Move
 from phasesync.checker.tables import Tables
 from phasesync.core.kernel import Faults, Kind, System, Verdict, initial
 from phasesync.core.plan import Defect, Plan
@@ -102,17 +102,19 @@ class Space:
         opened, broken, faults, *parts = state
         sums = [moves.summaries[part] for moves, part in zip(self.of, parts, strict=True)]
         awaited, arrived, all_live = 0, -1, True
+        missing = NEVER
         for each in sums:
             awaited |= each.awaits
             arrived &= each.arrived
             all_live = all_live and not each.gone
+            missing = min(missing, each.missing)
         orphaned = 0 if all_live else awaited & arrived & ~(opened | broken)
         around = Around(
             opened,
             broken,
             awaited,
             faults < self.faults.most,
-            all_live,
+            missing,
             0 if self.others.world else orphaned & -orphaned,
         )
         rests = any(each.resting for each in sums) and not self.others.world

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeAlias
 
 from phasesync.checker.blocks import NOBODY, Block, Slot, siblings
-from phasesync.checker.rows import Bits, Facts, Go, Memo, Row, Rows
+from phasesync.checker.rows import NEVER, Bits, Facts, Go, Memo, Row, Rows
 from phasesync.core.kernel import (
     PARTIAL,
     Faults,
@@ -37,6 +37,7 @@ from phasesync.core.kernel import (
     last_counted,
     lost_leaders,
     mapped_of,
+    missing_from,
     next_step,
     synchronised,
     touched,
@@ -253,7 +254,7 @@ class Tables:
         """Bits by every fence the rank has, in every epoch: awaited, and arrived at."""
         rank = self.slots[slot].rank
         if rank == NOBODY:
-            return Facts(0, 0, -1, -1, False, 0, 0)
+            return Facts(0, 0, -1, -1, False, NEVER, 0, 0)
         gone = state.status in _GONE
         awaits = awaits_world = arrived = arrived_world = leads = leads_world = 0
         mine = (state.epoch, state.stage)
@@ -270,7 +271,10 @@ class Tables:
             if passed or waits or (gone and stage is Stage.RECOVER):
                 arrived |= own
                 arrived_world |= world
-        return Facts(awaits, awaits_world, arrived, arrived_world, gone, leads, leads_world)
+        missing = missing_from(self.plan, rank, state) if gone else NEVER
+        return Facts(
+            awaits, awaits_world, arrived, arrived_world, gone, missing, leads, leads_world
+        )
 
     def _fences_of(
         self, rank: int, state: RankState

@@ -94,6 +94,7 @@ __all__ = (
     "last_counted",
     "lost_leaders",
     "mapped_of",
+    "missing_from",
     "next_step",
     "program",
     "reachable",
@@ -127,7 +128,7 @@ def enabled(
     for rank, state in enumerate(system.ranks):
         status = state.status
         if status is Status.FINISHED:
-            if _may_begin(system, state, epochs):
+            if _may_begin(plan, system, state, epochs):
                 yield Event(Kind.BEGIN, rank, "")
             continue
         match next_step(plan, rank, state):
@@ -220,11 +221,16 @@ def _settled(plan: Plan, rank: int, state: RankState) -> bool:
     return state.status is Status.FINISHED and state.stage is Stage.RECOVER
 
 
-def _may_begin(system: System, state: RankState, epochs: int) -> bool:
-    """Whether another epoch follows: after a recovery, not before every dead rank is replaced."""
+def _may_begin(plan: Plan, system: System, state: RankState, epochs: int) -> bool:
+    """Whether another epoch follows: after a recovery, not before all are replaced whom it went
+    on without. Of one who died after it nobody can know before the next fence: all begin."""
     if state.epoch >= epochs:
         return False
-    return state.stage is Stage.EPOCH or all(other.status not in _GONE for other in system.ranks)
+    return state.stage is Stage.EPOCH or all(
+        missing_from(plan, rank, other) > state.epoch
+        for rank, other in enumerate(system.ranks)
+        if other.status in _GONE
+    )
 
 
 def step(plan: Plan, system: System, event: Event) -> System:
@@ -444,6 +450,11 @@ def _absence(plan: Plan, system: System, rank: int) -> RankState:
     state = system.ranks[rank]
     left = fences_left(plan, rank, state)
     return state if left else RankState(state.status, state.epoch + 1)
+
+
+def missing_from(plan: Plan, rank: int, dead: RankState) -> int:
+    """The epoch from which on a dead rank is missing."""
+    return dead.epoch if fences_left(plan, rank, dead) else dead.epoch + 1
 
 
 def _unnoticed(plan: Plan, system: System, rank: int) -> bool:
