@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from phasesync.core.model import RootCause
+from phasesync.core.model import Broken, RootCause
 from phasesync.fences.store import StoreFences
 from tests.fences.processes import (
     Host,
     Part,
     Seen,
+    arrival_of,
+    call_of,
     hosted,
     lonely_store_rank,
     rank_of,
@@ -155,6 +157,34 @@ def test_a_frozen_rank_is_named_at_the_deadline_and_does_not_pass_when_it_wakes(
     (cause,) = causes(seen)
     assert cause.missing == (rank_of(VICTIM),)
     assert f"{rank_of(VICTIM)} is stopped (process" in (cause.error or "")
+
+
+def test_a_store_that_stood_still_is_still_asked_for_the_root_cause() -> None:
+    """A name service holds it up for five seconds: who gives up names another cause than others."""
+
+    async def check(host: Host) -> None:
+        base = Part(number=0, size=2, run="stood-still", address=("tcp", host.port))
+        ends = [
+            StoreFences(store_client(base.address), rank=rank_of(n), run=base.run) for n in range(2)
+        ]
+        await asyncio.gather(*(end.connect() for end in ends))
+        call = call_of(base, 0)
+        causes = [RootCause(kind="failed", ranks=(rank_of(n),), error="no") for n in range(2)]
+        arrivals = [
+            replace(arrival_of(replace(base, number=n), call), cause=causes[n]) for n in range(2)
+        ]
+        await ends[0].fail(call, arrivals[0])
+        os.kill(host.process.pid, signal.SIGSTOP)
+        failing = asyncio.ensure_future(ends[1].fail(call, arrivals[1]))
+        await asyncio.sleep(5.5)
+        os.kill(host.process.pid, signal.SIGCONT)
+        verdict = await failing
+        assert isinstance(verdict, Broken)
+        assert verdict.cause == causes[0]
+        await asyncio.gather(*(end.close() for end in ends))
+
+    with hosted() as host:
+        asyncio.run(check(host))
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGSTOP, signal.SIGKILL])

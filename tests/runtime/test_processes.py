@@ -49,7 +49,8 @@ def test_trouble_in_real_processes(tmp_path: Path, seed: int) -> None:
             assert cause.kind == "dead"
             assert outcome.said[number] is None
             assert {failed.replace for failed in failures} == {cause.ranks}
-            assert outcome.late_s < 5
+            # The launcher connects when it has seen the death, and a store looks up who connects.
+            assert outcome.late_s < 12
 
 
 def test_a_frozen_rank_is_missed_at_the_deadline(tmp_path: Path) -> None:
