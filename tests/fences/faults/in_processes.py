@@ -23,7 +23,8 @@ from tests.fences.processes import Host, hosted, rank_of, store_client, store_ho
 __all__ = ("FAULTS", "Hosts", "play_in_processes", "play_one")
 
 DEADLINE_S = 1.5
-GENERATIONS = 3
+# So many fences, and so long between them: before the ranks of a host have come together, or after.
+PACES = ((3, 0.0), (12, 0.01))
 WITHIN_S = 60.0  # Whoever has not ended by then hangs.
 TOGETHER = 3
 HOSTED = ("store", "tcp")  # Where a process carries the fences.
@@ -146,6 +147,7 @@ def play_one(hosts: Hosts, number: int, name: str) -> tuple[str, list[str]]:
     over = rng.choice(fault.over)
     with board() as board_name, hosts.of(over, kept=fault.host_signal is None) as host:
         run = secrets.token_hex(6)
+        generations, pace_s = rng.choice(PACES)
         life = Life(
             number=0,
             size=rng.randint(2, 4),
@@ -154,8 +156,9 @@ def play_one(hosts: Hosts, number: int, name: str) -> tuple[str, list[str]]:
             address=host.address if host else hosts.file(run),
             board=board_name,
             deadline_s=DEADLINE_S,
-            generations=GENERATIONS,
-            at=rng.randrange(GENERATIONS),
+            generations=generations,
+            pace_s=pace_s,
+            at=rng.randrange(generations),
         )
         lives = [replace(life, number=n) for n in range(life.size)]
         victim = rng.randrange(life.size)

@@ -55,6 +55,7 @@ class Life:
     board: str
     deadline_s: float = 3.0
     generations: int = 3
+    pace_s: float = 0.0
     at: int = 1
     act: str = "well"
     point: int = 0
@@ -200,6 +201,7 @@ async def live(life: Life, endpoint: Any, tell: Callable[[Any], None]) -> None:
     lag = _Lag()
     generation = -1
     while (generation := generation + 1) < life.generations:
+        await asyncio.sleep(life.pace_s)
         call = life.call(generation)
         act = ACTS[life.act] if generation == life.at else _well
         since = time.monotonic()
