@@ -25,7 +25,7 @@ class Around(NamedTuple):
     awaited: int
     may_fault: bool
     missing: int  # the epoch from which on somebody dead is missing
-    orphaned: int = 0  # the bit of a world fence, of a recovery, that waits for the dead alone
+    orphaned: int = 0  # world fences, of recoveries, that a notice of a death decides
 
 
 class Summary(NamedTuple):
@@ -33,6 +33,7 @@ class Summary(NamedTuple):
 
     awaits: int
     arrived: int
+    came: int
     gone: bool
     missing: int
     leads: int
@@ -168,7 +169,7 @@ class Moves:
 
     def _summary(self, block: BlockState) -> Summary:
         rows = [rows[unit] for rows, unit in zip(self.tables.rows, block[2:], strict=True)]
-        awaits, heeds, leads, arrived = 0, 0, 0, -1
+        awaits, heeds, leads, came, arrived = 0, 0, 0, 0, -1
         gone = stuck = resting = False
         missing = NEVER
         private = True
@@ -178,6 +179,7 @@ class Moves:
             heeds |= row.first_world if row.hears else 0
             leads |= facts.leads_world
             arrived &= facts.arrived_world
+            came |= facts.came_world
             gone = gone or facts.gone
             missing = min(missing, facts.missing)
             stuck = stuck or row.status in _STUCK
@@ -186,6 +188,7 @@ class Moves:
         return Summary(
             awaits,
             arrived,
+            came,
             gone,
             missing,
             leads,
@@ -430,6 +433,26 @@ class _Draft:
                 self.move(Kind.ARRIVE, 0, f"others at {name}", None, opens=bit)
             self.move(Kind.DEADLINE, 0, f"others at {name}", None, breaks=bit)
 
+    def orphan(self, row: Row) -> tuple[int, int, int]:
+        """The fence of a recovery that a notice of the rank's death decides, as the kernel does it:
+        (opens, breaks, the bit of a world fence). Somebody came, somebody waits for it, and only
+        dead ones are missing, or one of them had a part in it that is never done."""
+        for own, world, members in row.judges:
+            if world & self.around.orphaned:
+                return 0, 0, world
+            if not own or own & (self.opened | self.broken):
+                continue
+            facts = [self.rows[at].facts for at in members]
+            if not any(fact.awaits & own for fact in facts):
+                continue
+            if not any(fact.came & own for fact in facts):
+                continue
+            if any(fact.leads & own for fact in facts):
+                return 0, own, 0
+            if all(fact.arrived & own for fact in facts):
+                return own, 0, 0
+        return 0, 0, 0
+
     def opens_now(self, row: Row) -> bool:
         return bool(row.bit & self.opened or row.bit_world & self.around.open)
 
@@ -550,11 +573,21 @@ def _dead(draft: _Draft, slot: int, row: Row) -> None:
     for other in draft.rows:
         awaits |= other.facts.awaits
     around = draft.around
-    unnoticed = row.breaks & ~(draft.opened | draft.broken) & awaits
-    far = row.breaks_world & ~(around.open | around.broken) & around.awaited
-    if unnoticed or far or around.orphaned:
-        near, world, waits = row.breaks, row.breaks_world, around.orphaned
-        draft.move(Kind.NOTICE, slot, "", None, breaks=near, breaks_world=world, arrives=waits)
+    unnoticed = row.misses & ~(draft.opened | draft.broken) & awaits
+    far = row.misses_world & ~(around.open | around.broken) & around.awaited
+    opens, breaks, waits = draft.orphan(row)
+    if unnoticed or far or opens or breaks or waits:
+        # What is judged is not failed beside: it was shut, whatever the order.
+        draft.move(
+            Kind.NOTICE,
+            slot,
+            "",
+            None,
+            opens=opens,
+            breaks=(row.breaks & ~opens) | breaks,
+            arrives=waits,
+            breaks_world=row.breaks_world & ~waits,
+        )
 
 
 _HANDLERS: dict[Status, Callable[[_Draft, int, Row], None]] = {

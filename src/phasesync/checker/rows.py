@@ -65,6 +65,8 @@ class Facts(NamedTuple):
     awaits_world: int
     arrived: int
     arrived_world: int
+    came: int  # to fences of a recovery, in person: dead or alive, and whether they are open or not
+    came_world: int
     gone: bool
     missing: int  # the epoch from which on the dead is missing
     leads: int
@@ -137,7 +139,10 @@ class Row:
         "first_world",
         "go",
         "hears",
+        "judges",
         "members",
+        "misses",
+        "misses_world",
         "recovers",
         "state",
         "status",
@@ -152,11 +157,14 @@ class Row:
         self.wait: Wait | None = None
         self.bit = self.bit_world = 0
         self.breaks = self.breaks_world = 0
+        self.misses = self.misses_world = 0  # of the dead: fences that it has not come to
         self.first = self.first_world = 0
         self.first_name = ""
         self.again = ""
         self.hears = self.recovers = False
         self.members: tuple[int, ...] = ()
+        #: Fences of recoveries that a notice of its death may decide: bits, and slots of members.
+        self.judges: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
         self.go: dict[Kind, Go] = {}
 
 

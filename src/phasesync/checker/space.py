@@ -101,21 +101,24 @@ class Space:
         """Every step from a state, in the order of blocks."""
         opened, broken, faults, *parts = state
         sums = [moves.summaries[part] for moves, part in zip(self.of, parts, strict=True)]
-        awaited, arrived, all_live = 0, -1, True
+        awaited, arrived, came, led, all_live = 0, -1, 0, 0, True
         missing = NEVER
         for each in sums:
             awaited |= each.awaits
             arrived &= each.arrived
+            came |= each.came
+            led |= each.leads
             all_live = all_live and not each.gone
             missing = min(missing, each.missing)
-        orphaned = 0 if all_live else awaited & arrived & ~(opened | broken)
+        missed = 0 if all_live else (arrived | led) & came
+        orphaned = missed & awaited & ~(opened | broken)
         around = Around(
             opened,
             broken,
             awaited,
             faults < self.faults.most,
             missing,
-            0 if self.others.world else orphaned & -orphaned,
+            0 if self.others.world else orphaned,
         )
         rests = any(each.resting for each in sums) and not self.others.world
         if self.reduction and not rests:

@@ -254,9 +254,10 @@ class Tables:
         """Bits by every fence the rank has, in every epoch: awaited, and arrived at."""
         rank = self.slots[slot].rank
         if rank == NOBODY:
-            return Facts(0, 0, -1, -1, False, NEVER, 0, 0)
+            return Facts(0, 0, -1, -1, 0, 0, False, NEVER, 0, 0)
         gone = state.status in _GONE
         awaits = awaits_world = arrived = arrived_world = leads = leads_world = 0
+        came = came_world = 0
         mine = (state.epoch, state.stage)
         for epoch, stage, at, own, world, led in self._fences_of(rank, state):
             here = (epoch, stage)
@@ -268,12 +269,28 @@ class Tables:
             if gone and led:
                 leads |= own
                 leads_world |= world
-            if passed or waits or (gone and stage is Stage.RECOVER):
-                arrived |= own
-                arrived_world |= world
+            if stage is Stage.RECOVER:
+                # Who went on to the next epoch without it was not there.
+                there = mine == here and (passed or waits)
+                came |= own * there
+                came_world |= world * there
+                counts = there or gone
+            else:
+                counts = passed or waits
+            arrived |= own * counts
+            arrived_world |= world * counts
         missing = missing_from(self.plan, rank, state) if gone else NEVER
         return Facts(
-            awaits, awaits_world, arrived, arrived_world, gone, missing, leads, leads_world
+            awaits,
+            awaits_world,
+            arrived,
+            arrived_world,
+            came,
+            came_world,
+            gone,
+            missing,
+            leads,
+            leads_world,
         )
 
     def _fences_of(
@@ -344,6 +361,7 @@ class Tables:
 
     def _absent(self, rank: int, state: RankState, row: Row) -> None:
         """Where the dead rank is missing: as the kernel's notice sees it."""
+        row.judges = self._judges(rank)
         if not fences_left(self.plan, rank, state):
             row.breaks = row.breaks_world = 0
             state = RankState(state.status, state.epoch + 1)
@@ -351,6 +369,27 @@ class Tables:
                 own, world = self.bit(state, wait)
                 row.breaks |= own
                 row.breaks_world |= world
+        for wait in fences_left(self.plan, rank, state):
+            own, world = self.bit(state, wait)
+            row.misses |= own
+            row.misses_world |= world
+
+    def _judges(self, rank: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """The fences of recoveries that the rank has, in the order in which the kernel judges."""
+        waits = [step for step in self.plan.recover[rank] if isinstance(step, Wait)]
+        waits.sort(key=lambda wait: (wait.scope, wait.fence))
+        epochs = (1,) if self.reused else range(1, self.epochs + 1)
+        return tuple(
+            (*self.bit(RankState(epoch=epoch, stage=Stage.RECOVER), wait), self._members(wait))
+            for epoch in epochs
+            for wait in waits
+        )
+
+    def _members(self, wait: Wait) -> tuple[int, ...]:
+        """The slots of a fence's members; none of one that is the world's."""
+        if wait.scope == self.plan.world:
+            return ()
+        return tuple(self.slot_of[member] for member in self.plan.scopes[wait.scope].members)
 
     def _devices(self, act: Act) -> tuple[int, ...]:
         return tuple(sorted({self.device_slot[touch.cell // self.width] for touch in act.touches}))
