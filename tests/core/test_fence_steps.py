@@ -319,6 +319,31 @@ def test_an_older_incarnation_that_leaves_last_leaves_no_key(seed: int) -> None:
     assert world.store.values == {}
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_an_older_incarnation_that_arrives_after_the_run_was_swept_leaves_no_key(seed: int) -> None:
+    """It writes who the members are once more, and is the only one of them to leave."""
+    world = World(size=2, generations=2)
+    scheduler = Scheduler(world, random.Random(seed))
+    for rank in world.ranks:
+        scheduler.start(str(rank), world.life(rank))
+    while len(world.finished) < world.size and scheduler.move():
+        pass
+    rank = world.ranks[0]
+
+    def older() -> Generator[Any, Any, Any]:
+        arrival = replace(world.arrival(rank, 1), nonce="older")
+        yield from arriving(
+            SPACE, world.call(1), arrival, register=True, opened_before=None, wait=False
+        )
+        yield from leaving(SPACE, rank, {"world": (0, 1)}, peers=world.size)
+
+    for n in range(1 + seed % 2):  # With two of them there are as many leavers as members.
+        scheduler.start(f"older {n}", older())
+    while scheduler.move():
+        pass
+    assert world.store.values == {}
+
+
 def test_a_deadline_after_the_run_was_swept_decides_nothing() -> None:
     """An incarnation waits at the last fence while another of its rank passes, and all leave."""
     world = World(size=2, generations=2)

@@ -273,8 +273,8 @@ def sweeping(space: Space) -> Steps:
     for host in hosts:  # Who has come and not been at a fence yet is here all the same.
         ranks.update(line.rank for line in Process.lines((yield Read(space.pids(host)))))
     gone = {line.rank for line in left} | {line.rank for line in lost}
-    if not ranks <= gone:
-        return
+    if not ranks <= gone and (yield Read(space.boot)) is not None:
+        return  # Where `boot` is missing all had left: who is here wrote these keys since.
     for scope in sorted({line.scope for line in registered}):
         yield from _sweeping_scope(space, scope, left, registered)
     for digest in lists:
