@@ -102,12 +102,11 @@ def _line(file: str, number: int, raw: bytes, rank: int | None) -> LogLine:
 
 @dataclass(slots=True)
 class Imported:
-    """A trace in the making: its events, and what could not be used."""
+    """A trace in the making: its events, and how many lines could not be used."""
 
     header: dict[str, Any]
     events: list[dict[str, Any]] = field(default_factory=list)
     skipped: int = 0
-    notes: list[str] = field(default_factory=list)
 
 
 class Course:
@@ -120,6 +119,7 @@ class Course:
         self._roles: dict[int, str] = {}
         self._epochs: dict[int, int] = {}
         self._open: dict[int, list[str]] = {}
+        self._written: dict[int, int] = {}
         self._labels: dict[int, str] = {}
         self._workers: dict[int, None] = {}
         self._cores: dict[int, None] = {}
@@ -195,6 +195,7 @@ class Course:
             self._coarse_s = max(self._coarse_s, line.stamp.within_s)
         if line.times > 1:
             kept["repeated"] = line.times
+        self._written[rank] = self.written(rank) + 1
         self.out.events.append(
             {
                 "rank": rank,
@@ -217,6 +218,10 @@ class Course:
 
     def is_open(self, rank: int, phase: str) -> bool:
         return phase in self._open.get(rank, ())
+
+    def written(self, rank: int) -> int:
+        """How many events of that process there are."""
+        return self._written.get(rank, 0)
 
     def known(self) -> frozenset[str]:
         """The processes that have said anything."""
@@ -257,8 +262,6 @@ class Course:
             header["errors"] = self.errors
         self._label(header)
         self.out.header = header
-        if not self.out.events and not self.errors:
-            self.out.notes.append("no line was recognised; is this the right importer?")
         return self.out
 
 

@@ -1,12 +1,13 @@
 """Errors in other people's logs: which lines are one, and whose.
 
 An error is never lost: a process that ended with one has failed, and one that no line places makes
-the audit `inconclusive`. One that its process outlived is counted and no more.
+the audit `inconclusive`. One that its process outlived is let be.
 """
 
 import re
 from typing import Final, NamedTuple
 
+from phasesync.audit.vocabulary import is_echo
 from phasesync.importers.base import Course, LogLine
 
 __all__ = ("Errors", "error_of", "is_death")
@@ -29,12 +30,8 @@ _DIED: Final = re.compile(
     r"The actor died|[Ww]orker died|SIGKILL|process exited unexpectedly|Worker proc .* died|"
     r"died or was killed while executing"
 )
-# What a rank says that lost somebody else: it comes of that one's end, however early it is printed.
-_OF_PEERS: Final = re.compile(
-    r"Connection (?:closed|reset) by peer|remote worker (?:crashing|hanging)|Broken pipe|"
-    r"remote process exited|communicator was aborted|failed to recv, got 0 bytes",
-    re.IGNORECASE,
-)
+# What is said of a connection that the other end let go of, beside what the audit calls an echo.
+_OF_PEERS: Final = re.compile(r"Broken pipe|failed to recv, got 0 bytes", re.IGNORECASE)
 _QUIET: Final = re.compile(r"\b(?:INFO|DEBUG|WARN(?:ING)?)\b")
 _QUOTED: Final = ("raise ", "except ", "#", "File ")
 _ENDS: Final = ("fail", "exit", "timeout")
@@ -79,16 +76,18 @@ class Errors:
         elif rank in self._held and event == "exit":
             return  # Why it ended has been said.
         elif rank not in self._held or self._outlived(rank):
-            self._held[rank] = _Held(line, error, event, len(self._course.out.events))
+            self._held[rank] = _Held(line, error, event, self._course.written(rank))
 
     def unplaced(self, line: LogLine, error: str) -> None:
         """An error that no line gives to a process."""
         self._unplaced.append((line, error))
 
     def done(self) -> None:
-        """Write what is left: whoever had an error and did nothing since has failed."""
+        """Write what is left: whoever had an error and did nothing since has failed. What comes of
+        somebody else's end is written after it, however early it was printed.
+        """
         held = [(rank, held) for rank, held in self._held.items() if not self._outlived(rank)]
-        for rank, each in sorted(held, key=lambda one: bool(_OF_PEERS.search(one[1].error))):
+        for rank, each in sorted(held, key=lambda one: _is_of_peers(one[1].error)):
             self._course.fail(rank, each.line, each.error, event=each.event)
         if not any(each["event"] in _ENDS for each in self._course.out.events):
             self._course.errors += [
@@ -99,5 +98,8 @@ class Errors:
     def _outlived(self, rank: int) -> bool:
         """Whether a process did anything that is known here after its error."""
         held = self._held[rank]
-        later = self._course.out.events[held.since :]
-        return held.event != "exit" and any(each["rank"] == rank for each in later)
+        return held.event != "exit" and self._course.written(rank) > held.since
+
+
+def _is_of_peers(error: str) -> bool:
+    return is_echo(error) or _OF_PEERS.search(error) is not None
