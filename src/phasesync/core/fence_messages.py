@@ -6,6 +6,7 @@ that is longer than its limit is refused by its length alone.
 """
 
 import hashlib
+import hmac
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ __all__ = (
     "Answer",
     "FrameTooLong",
     "Framer",
+    "Greeting",
+    "WrongGreeting",
     "call_from_json",
     "call_to_json",
     "frame",
@@ -74,6 +77,43 @@ def frame(*parts: bytes) -> bytes:
     """One frame of `parts`, each JSON, a line each."""
     body = b"\n".join(parts)
     return len(body).to_bytes(HEADER_BYTES, "big") + body
+
+
+class WrongGreeting(ValueError):
+    """Whoever connected does not know the token; `said` is what came in its place."""
+
+    def __init__(self, said: bytes) -> None:
+        super().__init__("a wrong greeting")
+        self.said = said
+
+
+class Greeting:
+    """Reads the greeting of a connection; nothing that comes is parsed before it is the right one.
+
+    It is compared in constant time, and only when all of it is there.
+    """
+
+    def __init__(self, expected: bytes) -> None:
+        self._expected = expected
+        self._buffer = bytearray()
+        self.is_known = False
+
+    def feed(self, data: bytes) -> bytes:
+        """What came after the greeting; nothing as long as it is not whole.
+
+        Raises:
+            WrongGreeting: it is another one.
+        """
+        self._buffer += data
+        if len(self._buffer) < len(self._expected):
+            return b""
+        said = bytes(self._buffer[: len(self._expected)])
+        if not hmac.compare_digest(said, self._expected):
+            raise WrongGreeting(said)
+        self.is_known = True
+        rest = bytes(self._buffer[len(self._expected) :])
+        self._buffer.clear()
+        return rest
 
 
 class Framer:

@@ -5,7 +5,6 @@ themselves: if it ends, stands still or is slow to answer, each comes to the sto
 """
 
 import asyncio
-import hmac
 import logging
 import os
 import secrets
@@ -20,10 +19,11 @@ from phasesync.core.fence import decode_arrivals, ranks_from_json
 from phasesync.core.fence_gather import Batch, Came, Gathering, Word, words
 from phasesync.core.fence_keys import Verdict
 from phasesync.core.fence_messages import (
-    GREETING_BYTES,
     REQUEST_BYTES_MAX,
     Framer,
     FrameTooLong,
+    Greeting,
+    WrongGreeting,
     call_from_json,
     frame,
     greeting,
@@ -298,8 +298,7 @@ class _Guest(asyncio.Protocol):
     def __init__(self, leader: Leader) -> None:
         self.rank: Rank | None = None
         self._leader = leader
-        self._unknown = bytearray()
-        self._is_known = False
+        self._hello = Greeting(self._leader.greeting)
         self._framer = Framer(REQUEST_BYTES_MAX)
         self._members: dict[str, tuple[Rank, ...]] = {}
         self._run: tuple[str, int] = ("", 0)
@@ -322,7 +321,7 @@ class _Guest(asyncio.Protocol):
         self._leader.parted(self)
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_known:
+        if not self._hello.is_known:
             data = self._greeted(data)
         try:
             for body in self._framer.feed(data) if data else ():
@@ -347,17 +346,13 @@ class _Guest(asyncio.Protocol):
 
     def _greeted(self, data: bytes) -> bytes:
         """Compare the greeting; what came after it. Nothing is parsed before."""
-        self._unknown += data
-        if len(self._unknown) < GREETING_BYTES:
-            return b""
-        said = bytes(self._unknown[:GREETING_BYTES])
-        if not hmac.compare_digest(said, self._leader.greeting):
+        try:
+            rest = self._hello.feed(data)
+        except WrongGreeting:
             self._refuse("it does not know the secret of this door")
             return b""
-        self._is_known = True
-        self._greeting_timer.cancel()
-        rest = bytes(self._unknown[GREETING_BYTES:])
-        self._unknown.clear()
+        if self._hello.is_known:
+            self._greeting_timer.cancel()
         return rest
 
     def _refuse(self, why: str) -> None:

@@ -6,7 +6,6 @@ interface unless told otherwise; the token keeps strangers out, but nothing is e
 """
 
 import asyncio
-import hmac
 import logging
 import os
 import secrets
@@ -32,11 +31,12 @@ from phasesync.core.fence_beats import LATE_SHARE, Ask, Beat, Sign, patience, ra
 from phasesync.core.fence_hub import Hub, Instance
 from phasesync.core.fence_messages import (
     ANSWER_BYTES_MAX,
-    GREETING_BYTES,
     REQUEST_BYTES_MAX,
     Answer,
     Framer,
     FrameTooLong,
+    Greeting,
+    WrongGreeting,
     call_from_json,
     call_to_json,
     frame,
@@ -247,8 +247,7 @@ class _Peer(asyncio.Protocol):
         self.run: tuple[str, int] | None = None
         self.said_goodbye = False
         self._coordinator = coordinator
-        self._unknown = bytearray()
-        self._is_known = False
+        self._hello = Greeting(self._coordinator.greeting)
         self._is_cut = False
         self._framer = Framer(REQUEST_BYTES_MAX)
         self._members: dict[str, tuple[Rank, ...]] = {}
@@ -265,7 +264,7 @@ class _Peer(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._greeting_timer.cancel()
-        if not (self._is_known or self._is_cut):
+        if not (self._hello.is_known or self._is_cut):
             self._refuse("it left before it had greeted")
         for stop in list(self._waits.values()):
             stop()
@@ -273,7 +272,7 @@ class _Peer(asyncio.Protocol):
         self._coordinator.parted(self, error)
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_known:
+        if not self._hello.is_known:
             data = self._greeted(data)
         try:
             for body in self._framer.feed(data) if data else ():
@@ -290,17 +289,13 @@ class _Peer(asyncio.Protocol):
 
     def _greeted(self, data: bytes) -> bytes:
         """Compare the greeting; what came after it. Nothing is parsed before."""
-        self._unknown += data
-        if len(self._unknown) < GREETING_BYTES:
+        try:
+            rest = self._hello.feed(data)
+        except WrongGreeting as error:
+            self._refuse(self._why_not(error.said))
             return b""
-        said = bytes(self._unknown[:GREETING_BYTES])
-        if not hmac.compare_digest(said, self._coordinator.greeting):
-            self._refuse(self._why_not(said))
-            return b""
-        self._is_known = True
-        self._greeting_timer.cancel()
-        rest = bytes(self._unknown[GREETING_BYTES:])
-        self._unknown.clear()
+        if self._hello.is_known:
+            self._greeting_timer.cancel()
         return rest
 
     def _why_not(self, said: bytes) -> str:
