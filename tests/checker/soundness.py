@@ -1,18 +1,21 @@
 """Any N against explicit ranks, on protocols by chance and every mutation: `python -m
-tests.checker.soundness 1000 [FIRST] [--jobs 16] [--every]`.
+tests.checker.soundness 1000 [FIRST] [--jobs 16] [--every] [--time-limit 500]`.
 
 Of each protocol it asks four things: where any N holds, no number of ranks tried breaks a rule;
 what explicit ranks break, any N does not hold for, and the kernel takes the same steps; and how
-often any N says neither.
+often any N says neither. A line is printed as each protocol is done, and a tally every so often, at
+the time limit and at SIGTERM, so that a run that is cut off has said what it covered.
 """
 
 import argparse
+import multiprocessing
 import random
+import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import lru_cache
+from types import FrameType
 from typing import NamedTuple
 
 from phasesync.checker.anyn import Mutate, counts, sized, tracked, unclosed
@@ -33,6 +36,8 @@ __all__ = ("DECIDED_MIN", "Answer", "Refuted", "ask", "decided", "same", "survey
 #: Ranks, ranks a group, epochs, faults in one run: what is counted out beside any N.
 SIZES = ((2, 2, 2, 2), (3, 3, 1, 1), (4, 2, 1, 1), (4, 4, 1, 1), (5, 5, 1, 1), (2, 1, 2, 1))
 STATES_MAX = 30_000
+#: Seconds of the processor that one search may take; more is undecided, as too many states are.
+SEARCH_S = 10.0
 #: On how much any N must decide.
 DECIDED_MIN = 0.9
 
@@ -64,7 +69,7 @@ def ask(protocol: Protocol, options: Mapping[str, OptionValue], mutate: Mutate) 
     reason = unclosed(protocol, options, mutate)
     if reason is not None:
         return Answer(reason, (), 0)
-    found = tracked(protocol, options, mutate=mutate, budget=Budget(states_max=STATES_MAX))
+    found = tracked(protocol, options, mutate=mutate, budget=_budget())
     any_n = "broken" if found.trail else "undecided" if found.bound else "holds"
     broken: list[tuple[int, ...]] = []
     left_out = 0
@@ -79,7 +84,7 @@ def ask(protocol: Protocol, options: Mapping[str, OptionValue], mutate: Mutate) 
                 plan,
                 Faults(most=most, crash=True, fail=True),
                 epochs,
-                budget=Budget(states_max=STATES_MAX),
+                budget=_budget(),
                 deadlocks=False,
                 shortest=False,
             )
@@ -91,14 +96,27 @@ def ask(protocol: Protocol, options: Mapping[str, OptionValue], mutate: Mutate) 
     return Answer(any_n, tuple(broken), left_out)
 
 
-def _questions(
-    dice: random.Random, *, every: bool = False
-) -> Iterator[tuple[Protocol, Mapping[str, OptionValue], str, Mutate]]:
+def _budget() -> Budget:
+    return Budget(
+        states_max=STATES_MAX, until_s=time.process_time() + SEARCH_S, now=time.process_time
+    )
+
+
+class Question(NamedTuple):
+    """A protocol under options, with a mistake planted in it, or none."""
+
+    protocol: Protocol
+    options: Mapping[str, OptionValue]
+    name: str
+    mutate: Mutate
+
+
+def _questions(dice: random.Random, *, every: bool = False) -> Iterator[Question]:
     """A protocol by chance under options by chance: as it is, and with one mistake planted, or with
     each in turn."""
     protocol = chance.protocol(dice)
     options = dice.choice(assignments(protocol))
-    yield protocol, options, "", same
+    yield Question(protocol, options, "", same)
     planted: list[Mutation] = [
         each
         for each in mutations(protocol)
@@ -106,7 +124,24 @@ def _questions(
     ]
     chosen = planted if every else [dice.choice(planted)] if planted else []
     for mutation in chosen:
-        yield protocol, options, mutation.name, mutation.mutate
+        yield Question(protocol, options, mutation.name, mutation.mutate)
+
+
+def _answered(seed: int, question: Question) -> tuple[Counter[str], list[str]]:
+    """What came of one question, counted, and what contradicts."""
+    asked = f"seed {seed} {question.name or 'as it is'} {dict(question.options)}"
+    try:
+        any_n, broken, left_out = ask(question.protocol, question.options, question.mutate)
+    except Refuted as refuted:
+        tally = Counter({"questions": 1, "the kernel does not follow": 1})
+        return tally, [f"{asked}: {refuted}"]
+    known = any_n in ("holds", "broken", "undecided")
+    if any_n == "broken" and not broken:
+        any_n = "broken by the token alone"
+    tally = Counter({"questions": 1, any_n if known else f"does not apply: {any_n}": 1})
+    tally.update({"explicit broken": int(bool(broken)), "sizes left out": left_out})
+    wrong = any_n == "holds" and broken
+    return tally, [f"{asked}: any N holds, but {broken} break a rule"] if wrong else []
 
 
 def survey(first: int, count: int, *, every: bool = False) -> tuple[Counter[str], list[str]]:
@@ -114,61 +149,155 @@ def survey(first: int, count: int, *, every: bool = False) -> tuple[Counter[str]
     tally: Counter[str] = Counter()
     wrong: list[str] = []
     for seed in range(first, first + count):
-        for protocol, options, name, mutate in _questions(random.Random(seed), every=every):
-            asked = f"seed {seed} {name or 'as it is'} {dict(options)}"
-            try:
-                any_n, broken, left_out = ask(protocol, options, mutate)
-            except Refuted as refuted:
-                tally["questions"] += 1
-                tally["the kernel does not follow"] += 1
-                wrong.append(f"{asked}: {refuted}")
-                continue
-            known = any_n in ("holds", "broken", "undecided")
-            if any_n == "broken" and not broken:
-                any_n = "broken by the token alone"
-            tally["questions"] += 1
-            tally[any_n if known else f"does not apply: {any_n}"] += 1
-            tally["explicit broken"] += bool(broken)
-            tally["sizes left out"] += left_out
-            if any_n == "holds" and broken:
-                wrong.append(f"{asked}: any N holds, but {broken} break a rule")
+        for question in _questions(random.Random(seed), every=every):
+            counted, contradicts = _answered(seed, question)
+            tally += counted
+            wrong += contradicts
     return tally, wrong
 
 
 def decided(tally: Counter[str]) -> float:
     """On how much any N decides: it holds, or explicit ranks break what it finds broken."""
-    return (tally["holds"] + tally["broken"]) / tally["questions"]
+    return (tally["holds"] + tally["broken"]) / max(tally["questions"], 1)
 
 
-def main() -> int:
-    """Counts, then every contradiction; 1 if there is one, or if any N decides too little."""
+# --- The long form -----------------------------------------------------------------------------
+
+
+class _Task(NamedTuple):
+    """One question of a protocol, by its place."""
+
+    seed: int
+    at: int
+    every: bool
+
+
+class _Done(NamedTuple):
+    """What came of a task, and the seconds of the processor that it took."""
+
+    task: _Task
+    name: str
+    tally: Counter[str]
+    wrong: list[str]
+    took_s: float
+
+
+@lru_cache(maxsize=2)
+def _all_questions(seed: int, every: bool) -> tuple[Question, ...]:
+    return tuple(_questions(random.Random(seed), every=every))
+
+
+def _do(task: _Task) -> _Done:
+    question = _all_questions(task.seed, task.every)[task.at]
+    began = time.process_time()
+    tally, wrong = _answered(task.seed, question)
+    return _Done(task, question.name, tally, wrong, time.process_time() - began)
+
+
+class _Stopped(Exception):
+    """Somebody wants the run to end here."""
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise _Stopped
+
+
+def _left_to_the_parent() -> None:
+    """Workers end when the parent ends them, also where a whole group is told to stop."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class _Progress:
+    """What has been answered so far, said as it comes."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self.asked = asked
+        self.began = time.monotonic()
+        self.tally: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.slowest: list[tuple[float, str]] = []
+        self.whole = 0
+        self._left: dict[int, int] = {}
+        self._of: dict[int, list[_Done]] = defaultdict(list)
+
+    def tasks(self) -> Iterator[_Task]:
+        """All questions, protocol by protocol."""
+        every = self.asked.every
+        for seed in range(self.asked.first, self.asked.first + self.asked.count):
+            self._left[seed] = len(_all_questions(seed, every))
+            yield from (_Task(seed, at, every) for at in range(self._left[seed]))
+
+    def take(self, done: _Done) -> None:
+        """One more answer; a line when its protocol has no other question open."""
+        self.tally += done.tally
+        self.wrong += done.wrong
+        seed = done.task.seed
+        self.slowest.append((done.took_s, f"seed {seed} {done.name or 'as it is'}"))
+        self.slowest = sorted(self.slowest, reverse=True)[:3]
+        self._of[seed].append(done)
+        self._left[seed] -= 1
+        for each in done.wrong:
+            print(f"CONTRADICTION {each}", flush=True)
+        if self._left[seed] == 0:
+            self._said(seed, self._of.pop(seed))
+
+    def _said(self, seed: int, answers: list[_Done]) -> None:
+        self.whole += 1
+        total: Counter[str] = sum((each.tally for each in answers), Counter())
+        took = sum(each.took_s for each in answers)
+        at = time.monotonic() - self.began
+        parts = ", ".join(f"{times} {answer}" for answer, times in total.items())
+        print(f"{at:6.0f} s  seed {seed}: {parts}; {took:.1f} s", flush=True)
+        if self.whole % self.asked.tally == 0:
+            self.sum_up("so far")
+
+    def sum_up(self, how: str) -> None:
+        """The tally, and how much it covers."""
+        took = time.monotonic() - self.began
+        first, jobs = self.asked.first, self.asked.jobs
+        print(f"{how}: {self.whole} protocols whole from seed {first}, {jobs} jobs, {took:.0f} s")
+        for answer, times in self.tally.most_common():
+            print(f"{times:8}  {answer}")
+        slow = ", ".join(f"{name} {seconds:.1f} s" for seconds, name in self.slowest)
+        print(f"slowest: {slow or 'none'}")
+        share = 100 * decided(self.tally)
+        print(f"decided: {share:.1f} %; contradictions: {len(self.wrong)}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.checker.soundness", description=__doc__)
     parser.add_argument("count", type=int, nargs="?", default=200, help="protocols")
     parser.add_argument("first", type=int, nargs="?", default=0, help="seed of the first")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--every", action="store_true", help="every mutation, not one by chance")
-    asked = parser.parse_args()
-    began = time.monotonic()
-    tally: Counter[str] = Counter()
-    wrong: list[str] = []
-    one = partial(_one, every=asked.every)
-    seeds = range(asked.first, asked.first + asked.count)
-    with ProcessPoolExecutor(asked.jobs) as pool:
-        for counts_, found in pool.map(one, seeds):
-            tally += counts_
-            wrong += found
-    took = time.monotonic() - began
-    print(f"{asked.count} protocols from seed {asked.first}, {asked.jobs} jobs, {took:.0f} s")
-    for answer, times in tally.most_common():
-        print(f"{times:8}  {answer}")
-    print(f"decided: {100 * decided(tally):.1f} %; contradictions: {len(wrong)}")
-    for each in wrong:
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop then, and sum up")
+    parser.add_argument("--tally", type=int, default=20, metavar="N", help="sum up every N")
+    return parser
+
+
+def main() -> int:
+    """Each protocol, sums, every contradiction; 1 if there is one, or if any N decides too
+    little."""
+    progress = _Progress(_parser().parse_args())
+    asked = progress.asked
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGALRM, _stop)
+    if asked.time_limit:
+        signal.setitimer(signal.ITIMER_REAL, asked.time_limit)
+    how = "all"
+    with multiprocessing.Pool(asked.jobs, _left_to_the_parent) as pool:
+        try:
+            for done in pool.imap_unordered(_do, progress.tasks()):
+                progress.take(done)
+        except (_Stopped, KeyboardInterrupt):
+            how = "stopped early"
+            pool.terminate()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    progress.sum_up(how)
+    for each in progress.wrong:
         print(each)
-    return int(bool(wrong) or decided(tally) < DECIDED_MIN)
-
-
-def _one(seed: int, *, every: bool) -> tuple[Counter[str], list[str]]:
-    return survey(seed, 1, every=every)
+    return int(bool(progress.wrong) or decided(progress.tally) < DECIDED_MIN)
 
 
 if __name__ == "__main__":
