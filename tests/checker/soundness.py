@@ -199,6 +199,9 @@ class _Stopped(Exception):
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
+    """Once: `timeout` tells a process, and then the group that it is in."""
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
     raise _Stopped
 
 
@@ -285,18 +288,17 @@ def main() -> int:
     signal.signal(signal.SIGALRM, _stop)
     if asked.time_limit:
         signal.setitimer(signal.ITIMER_REAL, asked.time_limit)
-    how = "all"
     with multiprocessing.Pool(asked.jobs, _left_to_the_parent) as pool:
+        how = "all"
         try:
             for done in pool.imap_unordered(_do, progress.tasks()):
                 progress.take(done)
+            signal.setitimer(signal.ITIMER_REAL, 0)
         except (_Stopped, KeyboardInterrupt):
             how = "stopped early"
-            pool.terminate()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    progress.sum_up(how)
-    for each in progress.wrong:
-        print(each)
+        progress.sum_up(how)  # First: what ends the workers may be stopped too.
+        for each in progress.wrong:
+            print(each)
     return int(bool(progress.wrong) or decided(progress.tally) < DECIDED_MIN)
 
 
