@@ -20,9 +20,15 @@ export RES_OPTIONS ?= timeout:1 attempts:1
 demo: $(MAIN)/.ready-$(PINS)
 	@$(MAIN)/bin/phasesync demo --runs $(RUNS) $(DEMO_ARGS)
 
+# What computes and waits for nobody runs on every core; tests of real processes run one by one.
+PURE := $(addprefix tests/,audit checker cli core importers plugin report simulator spec world)
+ELSEWHERE := $(addprefix --ignore=tests/,vllm verl net fences/faults)
+
 test: lint $(MAIN)/.ready-$(PINS)
-	$(MAIN)/bin/python -m pytest --ignore tests/vllm --ignore tests/verl \
-	  --ignore tests/fences/faults --ignore tests/net $(TEST_ARGS)
+	@code=0; \
+	$(MAIN)/bin/python -m pytest -n auto --dist worksteal $(PURE) $(TEST_ARGS) || code=$$?; \
+	$(MAIN)/bin/python -m pytest $(PURE:%=--ignore=%) $(ELSEWHERE) $(TEST_ARGS) || code=$$?; \
+	exit $$code
 
 # Faults by chance over every transport, and real networks; FAULTS=10000 for a night.
 FAULTS ?= 500

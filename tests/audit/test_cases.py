@@ -9,9 +9,9 @@ from tests.audit.variants import (
     CASES,
     SYNONYMS,
     Trace,
-    accepted,
     accuses_innocent,
     audit_lines,
+    check,
     cloned,
     expected,
     innocents,
@@ -29,18 +29,6 @@ Want = dict[str, Any]
 
 def trace_of(name: str) -> Trace:
     return read(CASES / f"{name}.trace.jsonl")
-
-
-def check(
-    trace: Trace,
-    want: Want,
-    names: dict[int, int] | None = None,
-    vocabulary: dict[str, str] | None = None,
-) -> None:
-    answer = audit_lines(trace, vocabulary)
-    says = f"{answer.verdict} {answer.rule} guilty={answer.guilty}: {answer.because}"
-    assert not accuses_innocent(answer, want, names), says
-    assert accepted(answer, want, names), says
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,9 +18,9 @@ from phasesync.audit import rules
 from phasesync.audit.answer import RULES
 from tests.audit.variants import (
     Trace,
-    accepted,
     accuses_innocent,
     audit_lines,
+    check,
     cloned,
     expected,
     innocents,
@@ -39,18 +39,6 @@ NAMES = sorted(KEY)
 
 def trace_of(name: str) -> Trace:
     return read(FOLDER / f"{name}.trace.jsonl")
-
-
-def check(
-    trace: Trace,
-    want: dict[str, Any],
-    names: dict[int, int] | None = None,
-    vocabulary: dict[str, str] | None = None,
-) -> None:
-    answer = audit_lines(trace, vocabulary)
-    says = f"{answer.verdict} {answer.rule} guilty={answer.guilty}: {answer.because}"
-    assert not accuses_innocent(answer, want, names), says
-    assert accepted(answer, want, names), says
 
 
 # In these the answer is a matter of how many stand on each side.

@@ -138,6 +138,19 @@ def accuses_innocent(
     return bool(set(ranks_of(answer)) - allowed) or (want["kind"] == "ok" and cried)
 
 
+def check(
+    trace: Trace,
+    want: dict[str, Any],
+    names: dict[int, int] | None = None,
+    vocabulary: dict[str, str] | None = None,
+) -> None:
+    """The auditor's answer to `trace` is one that the key accepts."""
+    answer = audit_lines(trace, vocabulary)
+    says = f"{answer.verdict} {answer.rule} guilty={answer.guilty}: {answer.because}"
+    assert not accuses_innocent(answer, want, names), says
+    assert accepted(answer, want, names), says
+
+
 _RANKS = ("members", "handles", "gpus", "targets")
 _RANK = ("target", "gpu", "device", "replaces", "waiting_for")
 

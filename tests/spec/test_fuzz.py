@@ -16,6 +16,10 @@ from phasesync.lint import Severity, lint
 
 HERE = pathlib.Path(__file__).parent
 RIGHT = {path.stem: path.read_text("utf-8") for path in (HERE / "right").glob("*.yaml")}
+TREE = {name: yaml.load(text, Loader=yaml.BaseLoader) for name, text in RIGHT.items()}
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""What writes the edited files: libyaml's, where PyYAML was built with it."""
+
 SLOW = settings(
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
@@ -104,12 +108,12 @@ def paths(tree: Any, at: Path = ()) -> Iterator[Path]:
 
 
 def edited(name: str, path: Path, edit: Callable[[Any, Any], None]) -> str:
-    tree = yaml.load(RIGHT[name], Loader=yaml.BaseLoader)
+    tree = deepcopy(TREE[name])
     parent = tree
     for key in path[:-1]:
         parent = parent[key]
     edit(parent, path[-1])
-    return yaml.safe_dump(_typed(tree), sort_keys=False)
+    return yaml.dump(_typed(tree), Dumper=DUMPER, sort_keys=False)
 
 
 def _typed(tree: Any) -> Any:
@@ -121,11 +125,7 @@ def _typed(tree: Any) -> Any:
     return {"true": True, "false": False}.get(tree, int(tree) if tree.isdecimal() else tree)
 
 
-PLACES = [
-    (name, path)
-    for name, text in RIGHT.items()
-    for path in paths(yaml.load(text, Loader=yaml.BaseLoader))
-]
+PLACES = [(name, path) for name, tree in TREE.items() for path in paths(tree)]
 
 
 def test_the_edits_start_from_what_is_right() -> None:

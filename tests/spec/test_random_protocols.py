@@ -8,11 +8,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from phasesync import spec
-from phasesync.core import kernel
-from phasesync.core.kernel import Status
 from phasesync.core.model import FenceName, GroupName, Phase, ResourceName, RoleName
 from phasesync.core.plan import resolve
-from phasesync.core.properties import violations
 from phasesync.core.protocol import (
     DEVICE,
     WORLD,
@@ -29,31 +26,15 @@ from phasesync.core.protocol import (
     Verb,
 )
 from phasesync.lint import Severity, lint
+from tests.spec import interleavings
 
 TRAINER, JUDGE, ENGINE = map(RoleName, ("trainer", "judge", "engine"))
 STATES_MAX = 20_000
 
 
 def broken(protocol: Protocol) -> str | None:
-    """The first property that some interleaving breaks in two epochs, if any."""
     plan = resolve(protocol, dict.fromkeys(protocol.active_roles, 2))
-    first = kernel.initial(plan)
-    seen, todo = {first}, [first]
-    while todo and len(seen) < STATES_MAX:
-        system = todo.pop()
-        stuck = True
-        for happens in kernel.enabled(plan, system, epochs=2):
-            stuck = False
-            after = kernel.step(plan, system, happens)
-            found = violations(plan, system, happens, after)
-            if found:
-                return f"{found[0].property}: {found[0].says}"
-            if after not in seen:
-                seen.add(after)
-                todo.append(after)
-        if stuck and any(state.status is not Status.FINISHED for state in system.ranks):
-            return "hang"
-    return None
+    return interleavings.broken(plan, STATES_MAX)[0]
 
 
 @st.composite
