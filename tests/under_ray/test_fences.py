@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from phasesync.core.model import Rank
-from phasesync.testing import check_fence_transport
+from phasesync.fences.base import FenceTransport
+from phasesync.testing import FenceWorld, check_fence_transport
 from tests.fences.processes import Part, Seen, call_of, live, rank_of
+from tests.fences.scopes import SCOPE_PROMISES
+from tests.fences.scopes import SIZE as SCOPES_SIZE
 
 pytestmark = pytest.mark.timeout(120)
 SIZE = 3
@@ -51,13 +54,36 @@ def parts(**bad: Any) -> list[Part]:
     return [replace(base, number=n, **(bad if n == VICTIM else {})) for n in range(SIZE)]
 
 
+def shared(run: str, rank: Rank, incarnation: int) -> FenceTransport:
+    """An endpoint of a run whose coordinator serves all runs of a test: one for each takes long."""
+    from phasesync.fences.ray import RayFences, start_coordinator
+
+    class Shared(RayFences):
+        def _look_up(self) -> Any:
+            return start_coordinator("shared", idle_exit_s=2.0)
+
+    return Shared(rank=rank, run=run, incarnation=incarnation)
+
+
 def test_the_promises_hold_under_ray(ray: Any) -> None:
-    from phasesync.fences.ray import RayFences
+    asyncio.run(check_fence_transport(shared, together=True))
 
-    def make(run: str, rank: Rank, incarnation: int) -> RayFences:
-        return RayFences(rank=rank, run=run, incarnation=incarnation)
 
-    asyncio.run(check_fence_transport(make, together=True))
+def test_scopes_under_ray(ray: Any) -> None:
+    async def check(promise: Any) -> None:
+        world = FenceWorld(shared, SCOPES_SIZE)
+        try:
+            await world.open()
+            await promise(world)
+        finally:
+            await world.close()
+
+    async def all_at_once() -> None:
+        async with asyncio.TaskGroup() as group:
+            for promise in SCOPE_PROMISES:
+                group.create_task(check(promise), name=promise.__name__)
+
+    asyncio.run(all_at_once())
 
 
 def test_actors_pass_together(ray: Any, actors: dict[Rank, Any]) -> None:

@@ -18,14 +18,16 @@ Keys of one attempt, below `ps/RUN/ATTEMPT`:
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from phasesync.core import wire
 from phasesync.core.fence import Lost, cause_from_json, cause_to_json, ranks_from_json
+from phasesync.core.fence_messages import members_hash
 from phasesync.core.model import Broken, FenceCall, Opened, Rank, RoleName, Ticket
 
 __all__ = (
+    "REPORTER",
     "Add",
     "Append",
     "CompareSet",
@@ -45,9 +47,12 @@ __all__ = (
     "Tell",
     "Verdict",
     "Wait",
+    "beside",
     "lost_among",
     "writer",
 )
+
+REPORTER = "observer"  # Writes verdicts on behalf of who reports a loss, and is no member.
 
 
 class Append(NamedTuple):
@@ -266,11 +271,30 @@ class Verdict:
             )
         return Opened(ticket=self.ticket(call), decided=decided)
 
+    def spares(self, call: FenceCall) -> bool:
+        """Whether it speaks of nobody who is a member now.
+
+        Who reports a loss breaks the next fence of a scope before anybody has come there, with the
+        members of the fence before. If they are others by then, they meet beside it.
+        """
+        if self.by != REPORTER or self.broken is None:
+            return False
+        lost = ranks_from_json(self.broken["cause"].get("ranks", ()))
+        return bool(lost) and set(lost).isdisjoint(call.members)
+
     def ticket(self, call: FenceCall) -> Ticket:
         """What a verdict to open gives who passes."""
         return Ticket(
             key=call.key, fence=call.fence, epoch=call.epoch, count=self.count, hash=self.hash
         )
+
+
+def beside(call: FenceCall, deadline_s: float | None = None) -> FenceCall:
+    """Where the members of `call` meet if the verdict there spares them: a scope instance that only
+    those with the same list of members come to."""
+    scope = f"{call.key.scope}~{members_hash(call.members)}"
+    left_s = call.deadline_s if deadline_s is None else deadline_s
+    return replace(call, key=call.key._replace(scope=scope), deadline_s=left_s)
 
 
 def writer(rank: Rank, incarnation: int) -> str:

@@ -20,6 +20,7 @@ from phasesync.core.fence import (
 )
 from phasesync.core.fence_beats import Ask, Beat
 from phasesync.core.fence_keys import (
+    REPORTER,
     Add,
     Append,
     CompareSet,
@@ -58,8 +59,6 @@ __all__ = (
     "sweeping",
     "wards",
 )
-
-REPORTER = "observer"
 
 
 def reporting(space: Space, lost: Lost) -> Steps:

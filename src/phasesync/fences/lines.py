@@ -42,13 +42,14 @@ from phasesync.fences.jobs import Ear, Job, Waiting, settle
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ("ANSWER_S", "GRACE_S", "Client", "Lines", "has_sockets", "nothing")
+__all__ = ("ANSWER_S", "CONNECT_S", "GRACE_S", "Client", "Lines", "has_sockets", "nothing")
 
 GRACE_S = 1.0  # After a deadline the store has so long to take the verdict; then it is lost.
 # What is no wait is answered within this, or the store is lost. More than a name service keeps the
 # store's one thread when somebody connects (5 s for each lost packet): who gives up before knows
 # another cause of a failure than the others.
 ANSWER_S = 15.0
+CONNECT_S = 60.0  # A connection may hang in a name service for many seconds.
 CONNECTING_S = 10.0  # So much more where no line is free: a name service may hold a new one up.
 SOCKET_WAIT_S = 3600.0  # One blocking wait on a socket, which `close` can end.
 POLLED_WAIT_S = 1.0  # One blocking wait on a store without a socket, which it cannot.

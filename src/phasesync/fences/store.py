@@ -10,21 +10,20 @@ import secrets
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from phasesync.core.fence import Lost, cancelled, encode_arrival
 from phasesync.core.fence_beats import HEARTBEAT_S, Beat, Sign, told
 from phasesync.core.fence_gather import Word, passed_at_once
-from phasesync.core.fence_keys import Process, Space, Verdict, writer
+from phasesync.core.fence_keys import Process, Space, Verdict, beside, writer
 from phasesync.core.fence_loss import (
     announcing,
     asking,
     leaving,
     looking,
     neighbours,
-    reporting,
     reporting_death,
-    sweeping,
     wards,
 )
 from phasesync.core.fence_steps import (
@@ -54,8 +53,16 @@ from phasesync.fences.base import Probe
 from phasesync.fences.deadline import Deadline
 from phasesync.fences.host import TOGETHER_FROM, Host
 from phasesync.fences.jobs import settle
-from phasesync.fences.lines import GRACE_S, LINES_AT_START, Lines, has_sockets, nothing
+from phasesync.fences.lines import (
+    CONNECT_S,
+    GRACE_S,
+    LINES_AT_START,
+    Lines,
+    has_sockets,
+    nothing,
+)
 from phasesync.fences.neighbours import Neighbours, host_id, started_at, state_of
+from phasesync.fences.observer import StoreObserver, report
 from phasesync.fences.pulse import Pulse
 from phasesync.fences.slots import Scope, Slot, Slots
 from phasesync.fences.wards import Wards
@@ -66,7 +73,6 @@ if TYPE_CHECKING:
 __all__ = ("GRACE_S", "StoreFences", "StoreObserver", "default_store")
 
 ASK_AGAIN_S = 1.0  # Breaks that come together ask once what the others do.
-CONNECT_S = 60.0  # A connection may hang in a name service for many seconds.
 
 
 def default_store() -> "Store":
@@ -177,6 +183,7 @@ class StoreFences:
         return self._pulse is not None
 
     async def arrive(self, call: FenceCall, arrival: Arrival) -> Opened:
+        since = asyncio.get_running_loop().time()
         slot, scope, register = self._come_to(call)
         try:
             passed = await self._arrive(call, arrival, slot, scope, register)
@@ -185,11 +192,15 @@ class StoreFences:
             raise
         finally:
             self._slots.drop(call.key)
+        if passed.verdict.spares(call):
+            return await self._arrive_beside(call, arrival, since)
         return self._pass(call, scope, passed)
 
     async def fail(self, call: FenceCall, arrival: Arrival) -> Broken | Opened:
         self._come_to(call)
         verdict = await self._lines.ask(failing(self._space, call, arrival))
+        if verdict.spares(call):
+            return _named(call, await self.fail(beside(call), arrival))
         answer = self._heard(call, verdict)
         self._ask_at_break(call, answer)
         return answer
@@ -202,20 +213,28 @@ class StoreFences:
         verdict = await heard
         if verdict is None:
             raise StaleArrival(f"fence {call.fence!r} was decided and tidied up long ago")
+        if verdict.spares(call):
+            return _named(call, await self.watch(beside(call)))
         return self._heard(call, verdict)
 
     async def peek(self, call: FenceCall) -> Broken | Opened | None:
         self._check(call)
         verdict: Verdict | None = await self._lines.ask(peeking(self._space, call))
+        if verdict is not None and verdict.spares(call):
+            there = await self.peek(beside(call))
+            return None if there is None else _named(call, there)
         return None if verdict is None else self._heard(call, verdict)
 
     async def missing(self, call: FenceCall) -> tuple[Rank, ...]:
         self._check(call)
+        verdict: Verdict | None = await self._lines.ask(peeking(self._space, call))
+        if verdict is not None and verdict.spares(call):
+            return await self.missing(beside(call))
         missing: tuple[Rank, ...] = await self._lines.ask(missing_ranks(self._space, call))
         return missing
 
     async def report_lost(self, cause: RootCause, *, incarnation: int) -> None:
-        await _report(self._lines, self._space, cause, incarnation)
+        await report(self._lines, self._space, cause, incarnation)
 
     async def hop(self) -> None:
         """To a line and back without touching the store: what the threads alone cost."""
@@ -349,6 +368,16 @@ class StoreFences:
         finally:
             deadline.end()
 
+    async def _arrive_beside(self, call: FenceCall, arrival: Arrival, since: float) -> Opened:
+        """The fence was broken for who is no member any more, and nobody else: meet beside it."""
+        self._slots.forget_registrations()
+        left_s = call.deadline_s - (asyncio.get_running_loop().time() - since)
+        try:
+            opened = await self.arrive(beside(call, max(left_s, 0.0)), arrival)
+        except FenceBroken as error:
+            raise FenceBroken(replace(error.broken, key=call.key)) from None
+        return replace(opened, ticket=replace(opened.ticket, key=call.key))
+
     def _hear(self, slot: Slot) -> "asyncio.Future[Verdict | None]":
         future: asyncio.Future[Verdict | None] = asyncio.get_running_loop().create_future()
         slot.hear(lambda verdict, error: settle(future, verdict, error))
@@ -414,7 +443,11 @@ class StoreFences:
         if self._lines.lost is None:
             steps = failing(self._space, call, cancelled(call, arrival))
             with suppress(StoreLost):
-                self._heard(call, await self._lines.ask(steps, GRACE_S))
+                verdict = await self._lines.ask(steps, GRACE_S)
+                if verdict.spares(call):
+                    await self._leave(beside(call), arrival)
+                else:
+                    self._heard(call, verdict)
 
     def _pass(self, call: FenceCall, scope: Scope, passed: Passed) -> Opened:
         match passed.answer:
@@ -444,6 +477,15 @@ class StoreFences:
         self._mates.leave_to_parent()
 
 
+def _named(call: FenceCall, verdict: FenceVerdict) -> FenceVerdict:
+    """A verdict from beside a fence, in the words of the fence itself."""
+    match verdict:
+        case Opened(ticket=ticket):
+            return replace(verdict, ticket=replace(ticket, key=call.key))
+        case Broken():
+            return replace(verdict, key=call.key)
+
+
 _CONNECTED: "weakref.WeakSet[StoreFences]" = weakref.WeakSet()
 
 
@@ -454,30 +496,3 @@ def _in_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_fork)
-
-
-class StoreObserver:
-    """Tells the ranks of a run that one of them is gone. It is a member of nothing."""
-
-    def __init__(self, store: "Store", *, run: str, attempt: int = 0, token: str = "") -> None:
-        self._space = Space.of(run, attempt, token=token)
-        self._lines = Lines(store, f"phasesync.{run}.observer")
-
-    async def connect(self) -> None:
-        await self._lines.ask(nothing(), CONNECT_S)
-
-    async def report_lost(self, cause: RootCause, *, incarnation: int) -> None:
-        """As `FenceTransport.report_lost`."""
-        await _report(self._lines, self._space, cause, incarnation)
-
-    async def close(self) -> None:
-        """Remove the keys of the run if all its ranks have left or are lost, then end."""
-        if self._lines.lost is None:
-            with suppress(StoreLost):
-                await self._lines.ask(sweeping(self._space))
-        await self._lines.close()
-
-
-async def _report(lines: Lines, space: Space, cause: RootCause, incarnation: int) -> None:
-    for rank in cause.ranks:
-        await lines.ask(reporting(space, Lost(rank=rank, incarnation=incarnation, cause=cause)))
