@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
@@ -236,7 +236,12 @@ class Server:
         await send({"type": "http.response.body", "body": body})
 
     def post(
-        self, path: str, query: str = "", body: object = None, ticket: Ticket | None = None
+        self,
+        path: str,
+        query: str = "",
+        body: object = None,
+        ticket: Ticket | None = None,
+        method: str = "POST",
     ) -> tuple[int, bytes]:
         headers = [] if ticket is None else [(b"X-Phasesync-Ticket", ticket_text(ticket).encode())]
         sent: list[dict[str, Any]] = []
@@ -248,7 +253,7 @@ class Server:
             sent.append(message)
 
         scope = {
-            "type": "http", "method": "POST", "path": path, "query_string": query.encode(),
+            "type": "http", "method": method, "path": path, "query_string": query.encode(),
             "headers": headers,
         }  # fmt: skip
         asyncio.run(self.app(scope, receive, send))
@@ -303,3 +308,108 @@ def test_a_header_that_is_no_ticket_is_refused(fences: Fences) -> None:
     asyncio.run(server.app(scope, receive, send))
     assert sent[0]["status"] == 409
     assert b"is no ticket" in sent[1]["body"]
+
+
+GENERATES = """
+    /classify /cohere/v2/chat /encode /generate /generate_from_file /generative_scoring
+    /inference/v1/generate /invocations /pooling /rerank /score /v1/audio/transcriptions
+    /v1/audio/translations /v1/chat/completions /v1/chat/completions/batch /v1/classify
+    /v1/completions /v1/embeddings /v1/messages /v1/rerank /v1/responses /v1/score /v1/systemone
+    /v2/embed /v2/rerank /vertex_generate /api/chat /of/a/later/engine
+"""
+CONTROLS = """
+    /abort_request /abort_requests /clear_hicache_storage_backend /close_session
+    /cohere/v2/chat/render /configure_logging /destroy_weights_update_group /detokenize
+    /dump_expert_distribution_record /fault_tolerance/apply /finish_weight_update /flush_cache
+    /freeze_gc /get_weights_by_name /init_weight_transfer_engine /init_weights_update_group
+    /is_scaling_elastic_ep /load_lora_adapter /open_session /parse_function_call /ping
+    /release_memory_occupation /reset_encoder_cache /reset_mm_cache /reset_prefix_cache
+    /scale_elastic_ep /send_weights_to_remote_instance /separate_reasoning /set_internal_state
+    /shutdown_weight_transfer_engine /sleep /pause /slow_down /start_draft_weight_update
+    /start_profile /start_weight_update /stop_profile /tokenize /unload_lora_adapter
+    /update_weight_version /update_weights /update_weights_from_disk /update_weights_from_ipc
+    /update_weights_from_tensor /v1/chat/completions/derender /v1/chat/completions/render
+    /v1/completions/render /v1/detokenize /v1/load_lora_adapter /v1/messages/count_tokens
+    /v1/responses/resp_1/cancel /v1/tokenize /v1/unload_lora_adapter /weight_checker
+"""
+
+
+@pytest.mark.parametrize("path", GENERATES.split())
+def test_a_route_that_generates_or_is_not_known_wants_a_ticket(fences: Fences, path: str) -> None:
+    """The routes of vLLM 0.32 and SGLang 0.5 that generate, and what later ones may bring."""
+    server = Server(fences)
+    assert server.post(path)[0] == 409
+    assert server.post(path, method="PUT")[0] == 409
+    assert server.post(path, ticket=fences.open("ready_to_serve"))[0] == 200
+
+
+@pytest.mark.parametrize("path", CONTROLS.split())
+def test_a_route_that_leaves_generation_alone_passes(fences: Fences, path: str) -> None:
+    assert Server(fences).post(path)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/v1/responses/resp_1"])
+def test_what_is_only_read_passes(fences: Fences, path: str) -> None:
+    assert Server(fences).post(path, method="GET")[0] == 200
+
+
+def test_a_route_of_ones_own_passes_where_its_guard_says_so(fences: Fences) -> None:
+    server = Server(fences)
+    assert server.post("/my/books")[0] == 409
+    type(server.app).passes = frozenset({"/my/books"})
+    assert server.post("/my/books")[0] == 200
+
+
+@pytest.mark.parametrize("root", ["", "/engines/3"])
+def test_a_websocket_and_a_server_below_a_prefix_are_guarded_too(fences: Fences, root: str) -> None:
+    server = Server(fences)
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    def asked(kind: str, path: str) -> dict[str, Any]:
+        sent.clear()
+        scope = {
+            "type": kind, "method": "POST", "path": root + path, "root_path": root,
+            "query_string": b"", "headers": [],
+        }  # fmt: skip
+        asyncio.run(server.app(scope, receive, send))
+        return sent[0]
+
+    closed = asked("websocket", "/v1/realtime")
+    assert (closed["type"], closed["code"]) == ("websocket.close", 1008)
+    assert asked("websocket", FLOOR_PATH)["type"] == "websocket.close"
+    assert asked("http", "/wake_up")["status"] == 409
+    assert asked("http", "/tokenize")["status"] == 200
+
+
+class Queueing(AsyncSurface):
+    """An engine whose generation goes through a method of its own, as in vLLM."""
+
+    async def add_request(self, prompt: str) -> str:
+        return f"queued {prompt}"
+
+    async def generate(
+        self, prompt: str, params: Any = None, request_id: str = "0"
+    ) -> AsyncGenerator[str]:
+        yield await self.add_request(prompt)
+        async for text in super().generate(prompt, params, request_id):
+            yield text
+
+
+def test_generation_with_a_ticket_passes_the_inner_calls_that_need_one(fences: Fences) -> None:
+    engine = Queueing(simulated())
+    guarded(fences, engine)
+
+    async def said(**ticket: Any) -> list[str]:
+        return [text async for text in engine.generate("a", **ticket)]
+
+    assert asyncio.run(said(ticket=fences.open("ready_to_serve"))) == ["queued a", "a@0"]
+    with pytest.raises(EngineRefused, match="cannot generate"):
+        asyncio.run(said())
+    with pytest.raises(EngineRefused, match="cannot add_request"):
+        asyncio.run(engine.add_request("b"))

@@ -8,8 +8,9 @@ fence's own verdict. A refusal never reaches the engine, which stays as usable a
 
 import functools
 import inspect
+import re
 import urllib.parse
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -81,17 +82,30 @@ _ASKS: Mapping[str, Wanted] = {
     "collective_rpc_async": _rpc,
     "resume_generation": _generate,
     "continue_generation": _generate,
-    "generate": _generate,
-    "async_generate": _generate,
-    "generate_async": _generate,
-    "chat": _generate,
-    "beam_search": _generate,
-    "encode": _generate,
-    "embed": _generate,
-    "classify": _generate,
-    "score": _generate,
-    "reward": _generate,
-}
+} | dict.fromkeys(
+    (
+        "add_request",
+        "add_request_async",
+        "async_encode",
+        "async_generate",
+        "async_score",
+        "beam_search",
+        "chat",
+        "classify",
+        "embed",
+        "encode",
+        "enqueue",
+        "enqueue_chat",
+        "generate",
+        "generate_async",
+        "generate_request",
+        "rerank",
+        "reward",
+        "score",
+        "wait_for_completion",
+    ),
+    _generate,
+)
 _ADMITS = frozenset({"resume_generation", "continue_generation"})
 _SHUTS = frozenset(
     {
@@ -101,9 +115,16 @@ _SHUTS = frozenset(
         "release_memory_occupation",
     }
 )
-# Where an engine keeps the object that its own wake goes through.
+# Where an engine keeps the object that its own wake goes through, and its requests.
 _INNER = ("llm_engine", "engine_core")
-_INNER_ASKS = ("wake_up", "wake_up_async", "collective_rpc", "collective_rpc_async")
+_INNER_ASKS = (
+    "wake_up",
+    "wake_up_async",
+    "collective_rpc",
+    "collective_rpc_async",
+    "add_request",
+    "add_request_async",
+)
 
 
 class Guard:
@@ -220,7 +241,7 @@ class Guard:
             @functools.wraps(method)
             def streamed(*args: Any, **kwargs: Any) -> Any:
                 self._before(name, args, kwargs)
-                return method(*args, **kwargs)
+                return _streamed(method(*args, **kwargs))
 
             return streamed
 
@@ -234,6 +255,22 @@ class Guard:
                 _passing.reset(token)
 
         return plain
+
+
+async def _streamed(answers: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """What an engine yields; each time it is asked, its own calls of itself pass."""
+    try:
+        while True:
+            token = _passing.set(True)
+            try:
+                answer = await anext(answers)
+            except StopAsyncIteration:
+                return
+            finally:
+                _passing.reset(token)
+            yield answer
+    finally:
+        await answers.aclose()
 
 
 def _shown(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -283,26 +320,16 @@ _HTTP_ASKS: Mapping[str, str] = {
     "/collective_rpc": "rpc",
     "/resume": "generate",
     "/continue_generation": "generate",
-} | dict.fromkeys(
-    (
-        "/generate",
-        "/inference/v1/generate",
-        "/invocations",
-        "/pooling",
-        "/classify",
-        "/score",
-        "/rerank",
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/embeddings",
-        "/v1/messages",
-        "/v1/rerank",
-        "/v1/responses",
-        "/v1/score",
-        "/v2/rerank",
-    ),
-    "generate",
+}
+# How the last word of a route begins that sets or tells something and generates nothing.
+_CONTROLS = re.compile(
+    r"(abort|apply|attach|begin|cancel|clear|close|collective|configure|count|derender|destroy|detach"
+    r"|detokenize|dump|end|fault_tolerance|finish|flush|freeze|get|health|init|is|load|open|parse"
+    r"|pause|ping|profile|register|release|remote|render|reset|scale|send|separate|server|set"
+    r"|shutdown|sleep|slow|start|stop|tokenize|unload|update|version|weight)(_|$)"
 )
+_READS = frozenset({"GET", "HEAD", "OPTIONS"})
+_IN_BODY = frozenset({"body", "rpc"})
 _HTTP_ADMITS = frozenset({"/resume", "/continue_generation"})
 _HTTP_SHUTS = frozenset(
     {
@@ -320,43 +347,59 @@ class GuardMiddleware:
     """The guard of an engine behind HTTP: ASGI middleware in the server's own process.
 
     Subclass it with `rules` set and name the subclass to the server, as in
-    `--middleware my_run.guards.ReplicaGuard`. `POST /phasesync/floor` raises the floor, and tells
-    of ranks that were replaced where it names `incarnations`: `{"trainer/0": 1}`.
+    `--middleware my_run.guards.ReplicaGuard`. A route that is not known to leave the engine alone
+    is taken for generation, and so is a WebSocket; `passes` names routes of your own that are
+    neither. `POST /phasesync/floor` raises the floor, and tells of ranks that were replaced where
+    it names `incarnations`: `{"trainer/0": 1}`.
     """
 
     rules: ClassVar[TicketRules]
+    passes: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._guard = Guard(self.rules, name=f"server of {self.rules.scope}")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        path = str(scope["path"]).rstrip("/")
-        if path == FLOOR_PATH:
+        path = str(scope["path"]).removeprefix(str(scope.get("root_path", ""))).rstrip("/")
+        if path == FLOOR_PATH and scope["type"] == "http":
             await self._floor(scope, receive, send)
             return
         if path in _HTTP_SHUTS:
             self._guard.shut()
-        if path in _HTTP_ASKS:
+        how = self._how(path, scope)
+        body = b""
+        if how in _IN_BODY:
             body = await _body(receive)
-            try:
-                self._check(path, scope, body)
-            except (EngineRefused, ValueError) as refused:
-                await _answer(send, 409, _refused(str(refused)))
-                return
             receive = _again(body, receive)
+        try:
+            self._check(path, how, scope, body)
+        except (EngineRefused, ValueError) as refused:
+            await _refuse(send, scope, str(refused))
+            return
         await self._app(scope, receive, send)
 
-    def _check(self, path: str, scope: Scope, body: bytes) -> None:
+    def _how(self, path: str, scope: Scope) -> str | None:
+        """Where a request says what it wants, `generate` if it wants that, and None for neither."""
+        if scope["type"] == "websocket":
+            return "generate"
+        if (how := _HTTP_ASKS.get(path)) is not None:
+            return how
+        last = path.rpartition("/")[2].replace("-", "_")
+        leaves_alone = scope["method"] in _READS or path in self.passes or _CONTROLS.match(last)
+        return None if leaves_alone else "generate"
+
+    def _check(self, path: str, how: str | None, scope: Scope, body: bytes) -> None:
+        if how is None:
+            return
         headers = {name.lower(): value for name, value in scope["headers"]}
         told = headers.get(TICKET_HEADER.encode("ascii"))
         ticket = None if told is None else parse_ticket(told)
-        self._guard.check(
-            f"POST {path}", _asked(_HTTP_ASKS[path], scope["query_string"], body), ticket
-        )
+        call = f"{scope.get('method', 'WebSocket')} {path}"
+        self._guard.check(call, _asked(how, scope["query_string"], body), ticket)
         if path in _HTTP_ADMITS:
             self._guard.admit(ticket)
 
@@ -408,6 +451,13 @@ async def raise_floor_at(http: Http, floor: Floor) -> None:
 
 def _refused(message: str) -> dict[str, Any]:
     return {"error": {"type": "EngineRefused", "message": message}}
+
+
+async def _refuse(send: Send, scope: Scope, why: str) -> None:
+    if scope["type"] == "websocket":  # Closed before it was accepted: the client sees a 403.
+        await send({"type": "websocket.close", "code": 1008, "reason": why[:120]})
+    else:
+        await _answer(send, 409, _refused(why))
 
 
 async def _body(receive: Receive) -> bytes:
