@@ -75,6 +75,17 @@ def bad_tickets(fences: Fences, fence: str) -> dict[str, Ticket | None]:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("tag", [KV_CACHE, "cuda_graph"])
+def test_recovery_may_map_what_an_engine_releases_only_with_the_rest(
+    fences: Fences, tag: str
+) -> None:
+    keeper = guarded(fences, SyncSurface(simulated()))
+    keeper.check("wake_up", tag, fences.open("let_go"))
+    keeper.check("wake_up", tag, fences.open("memory_released", 1))
+    with pytest.raises(EngineRefused, match="'memory_released' or 'let_go'; none was given"):
+        keeper.check("wake_up", tag, None)
+
+
 WAKES: dict[str, Callable[[Any, Ticket | None], Any]] = {
     "kv": lambda e, t: e.wake_up(["kv_cache"], ticket=t),
     "kv by keyword": lambda e, t: e.wake_up(tags=["kv_cache"], ticket=t),

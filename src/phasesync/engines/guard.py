@@ -18,7 +18,13 @@ from phasesync.core import wire
 from phasesync.core.model import Rank, Ticket
 from phasesync.engines.base import GRAPHS, GROUND, KV_CACHE, WEIGHTS, Floor, Verdicts
 from phasesync.engines.calls import Http
-from phasesync.engines.tickets import TICKET_HEADER, TicketRules, Warden, parse_ticket
+from phasesync.engines.tickets import (
+    COLOCATED,
+    TICKET_HEADER,
+    TicketRules,
+    Warden,
+    parse_ticket,
+)
 from phasesync.errors import EngineError, EngineRefused
 
 __all__ = ("FLOOR_PATH", "GUARDED", "Guard", "GuardMiddleware", "guard", "raise_floor_at")
@@ -26,8 +32,7 @@ __all__ = ("FLOOR_PATH", "GUARDED", "Guard", "GuardMiddleware", "guard", "raise_
 T = TypeVar("T")
 
 GUARDED: Mapping[str, tuple[str, ...]] = {
-    "kv_cache": ("memory_released",),
-    "generate": ("ready_to_serve",),
+    wanted: fences for wanted, fences in COLOCATED.items() if wanted != WEIGHTS
 }
 FLOOR_PATH = "/phasesync/floor"
 _GUARD = "__phasesync_guard__"
@@ -293,7 +298,8 @@ def guard(
 
     Call it in the process that owns the engine, before anybody else has the object. `scope` is the
     engine's replica, `replica/3`; `verdicts` reads the verdict of a fence instance from its
-    transport. `fences` names the fences whose tickets allow each tag, and `generate`.
+    transport. `fences` names the fences whose tickets allow each tag, and `generate`: as in
+    `colocated`, where weights need none, and KV one of `memory_released` or, in recovery, `let_go`.
 
     Raises:
         EngineRefused: the engine has a guard already.
