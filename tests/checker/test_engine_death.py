@@ -1,15 +1,22 @@
 """The process of an engine dies: its memory is lost, and the next call to it fails."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
+from phasesync.checker.anyn import counts
 from phasesync.checker.explicit import explore
+from phasesync.checker.plainly import search_plainly
+from phasesync.checker.search import search
+from phasesync.checker.space import Space
 from phasesync.core.kernel import Event, Faults, Kind, Mapped, enabled, initial, mapped_of, step
+from phasesync.core.options import assignments
 from phasesync.core.plan import Plan, resolve
 from phasesync.core.verdict import Holds, Violated
 from phasesync.spec import load, loads
 
+from . import chance
 from .pushed import replica
 
 DIES = Faults(most=1, engine=True)
@@ -55,6 +62,33 @@ def test_who_fails_behind_the_last_fence_is_waited_for() -> None:
 @pytest.mark.parametrize("name", ["basic", "colocated", "colocated_each", "disagg_broadcast"])
 def test_shipped_protocols_survive_it(name: str) -> None:
     assert isinstance(explore(resolve(load(name), 2), DIES, 2)[0], Holds)
+
+
+def counted(plan: Plan, faults: Faults) -> tuple[object, ...]:
+    """What the tables find, after the kernel, asked for every step, has found the same."""
+    plain, lifted = search_plainly(plan, faults, 1)
+    found = search(Space(plan, faults, 1, symmetry=False))
+    assert (found.trail is None) is (lifted is None)
+    if found.trail is None:
+        assert found.states == plain.states
+        assert found.transitions == plain.transitions
+    assert (found.depth, found.deadlock) == (plain.depth, plain.deadlock)
+    return found.states, found.deadlock, found.trail is None
+
+
+def test_the_tables_have_the_kernels_own_states() -> None:
+    both = Faults(most=2, engine=True, crash=True, fail=True)
+    assert counted(resolve(load("basic"), 2), both) == (1589, False, True)
+    assert counted(resolve(load("colocated_controller"), 2), DIES) == (1927, False, True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_tables_and_the_kernel_agree_on_protocols_by_chance(seed: int) -> None:
+    dice = random.Random(seed)
+    protocol = chance.protocol(dice)
+    options = {**dice.choice(assignments(protocol)), "replica_size": dice.choice([1, 2])}
+    plan = resolve(protocol, counts(protocol, 2), options)
+    counted(plan, Faults(most=1, engine=True, fail=dice.random() < 0.5))
 
 
 def test_symmetry_changes_no_verdict_and_sees_less() -> None:

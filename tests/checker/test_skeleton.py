@@ -58,5 +58,5 @@ def test_a_skeleton_has_few_states(name: str, ranks: int, states: int) -> None:
     plan = resolve(protocol, ranks, sized(protocol, settle(protocol), ranks))
     skeleton = bare(plan)
     assert skeleton is not None
-    found = search(Space(skeleton, ONE, 1), rules=False)
+    found = search(Space(skeleton, ONE, 1), rules=False, wide=None)
     assert (found.deadlock, found.states) == (False, states)

@@ -46,7 +46,7 @@ def explore(
     shortest: bool = True,
 ) -> tuple[Verdict, Found]:
     """The verdict on a plan, and what the search saw on its way."""
-    if faults.restart or faults.engine:
+    if faults.restart or (faults.engine and not _of_blocks(plan)):
         plain, lifted = search_plainly(plan, faults, epochs, budget, symmetry=symmetry)
         if lifted is None:
             return judge(plain), plain
@@ -61,6 +61,11 @@ def explore(
         if shorter.trail is not None:
             return _broken(full, shorter, shortest=True), shorter
     return _broken(space, found, shortest=not reduction), found
+
+
+def _of_blocks(plan: Plan) -> bool:
+    """Whether each engine has memory, so that its death shows in a block."""
+    return set(plan.engines) <= set(plan.owner)
 
 
 def judge(found: Found) -> Verdict:

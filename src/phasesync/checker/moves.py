@@ -10,7 +10,8 @@ from typing import NamedTuple
 from phasesync.checker.alike import Alike
 from phasesync.checker.apart import Apart
 from phasesync.checker.rows import NEVER, Go, Move, Row
-from phasesync.checker.tables import LOST, BlockState, Tables
+from phasesync.checker.tables import BlockState, Tables
+from phasesync.checker.units import LOST
 from phasesync.core.kernel import Faults, Kind, Stage, Status
 from phasesync.core.plan import PLAN
 
@@ -276,6 +277,8 @@ class Moves:
             self._rank(draft, slot, row)
         if self.others:
             draft.others()
+        if around.may_fault:
+            draft.engines()
         return draft.found
 
 
@@ -320,8 +323,8 @@ class _Draft:
             units[slot] = go.own[units[slot]]
             for at, memo in go.others:
                 units[at] = memo[units[at]]
-            for at in go.checked:
-                bad = bad or bool(self.tables.never[at][units[at]])
+            for at, memo in go.checked:
+                bad = bad or bool(memo[units[at]])
         opened = self.opened | (opens & ~self.broken)
         if self.tables.late:
             bad = bad or bool(breaks & opened)
@@ -361,8 +364,8 @@ class _Draft:
             units[slot] = go.own[units[slot]]
             for at, memo in go.others:
                 units[at] = memo[units[at]]
-            for at in go.checked:
-                bad = bad or bool(self.tables.never[at][units[at]])
+            for at, memo in go.checked:
+                bad = bad or bool(memo[units[at]])
             return opened, broken, arrives, bad
         go = row.go[Kind.ARRIVE]
         units[slot] = go.own[units[slot]]
@@ -380,10 +383,11 @@ class _Draft:
             held = {memo[units[at]] for at, memo in part}
             if len(held - {LOST}) > 1:
                 return True
+        tables, dead = self.tables, self.tables.dead(units)
         return any(
-            (other.status in _BUSY and self.tables.races(slot, units[slot], at, units[at]))
-            or (other.status in _LEFT and self.tables.poisons(slot, units[slot], at, units[at]))
-            for at, other in enumerate(self.tables.row(n, u) for n, u in enumerate(units))
+            (other.status in _BUSY and tables.races(slot, units[slot], at, units[at], dead))
+            or (other.status in _LEFT and tables.poisons(slot, units[slot], at, units[at], dead))
+            for at, other in enumerate(tables.row(n, u) for n, u in enumerate(units))
             if at != slot
         )
 
@@ -432,6 +436,12 @@ class _Draft:
             if not led and all(facts.arrived & bit for facts in members):
                 self.move(Kind.ARRIVE, 0, f"others at {name}", None, opens=bit)
             self.move(Kind.DEADLINE, 0, f"others at {name}", None, breaks=bit)
+
+    def engines(self) -> None:
+        """The death of each engine that lives."""
+        for name, slot, bits, go in self.tables.engines:
+            if not self.tables.dead_at(self.units[slot]) & bits:
+                self.move(Kind.ENGINE, slot, name, go, faults=1)
 
     def orphan(self, row: Row) -> tuple[int, int, int]:
         """The fence of a recovery that a notice of the rank's death decides, as the kernel does it:

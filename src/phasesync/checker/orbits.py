@@ -10,7 +10,7 @@ from math import factorial
 
 from phasesync.checker.space import Space, State
 
-__all__ = ("product_of",)
+__all__ = ("product_of", "within")
 
 
 def product_of(space: Space, states: Iterable[State]) -> int:
@@ -25,7 +25,7 @@ def product_of(space: Space, states: Iterable[State]) -> int:
         for at, part in enumerate(parts):
             key = (space.kind[at], part)
             if key not in inner:
-                inner[key] = _within(space, at, part)
+                inner[key] = within(space, at, part)
             size *= inner[key]
         for group in space.alike:
             size *= _orders([parts[at] for at in group])
@@ -33,7 +33,7 @@ def product_of(space: Space, states: Iterable[State]) -> int:
     return total
 
 
-def _within(space: Space, at: int, part: int) -> int:
+def within(space: Space, at: int, part: int) -> int:
     """In how many ways the siblings of one block can be told apart."""
     moves = space.of[at]
     units = moves.blocks[part][2:]

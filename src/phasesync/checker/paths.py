@@ -47,7 +47,8 @@ def _candidates(
     """Each event of that label, and what follows it at once where steps are whole."""
     plan = space.plan
     for event in enabled(plan, system, space.faults, space.epochs):
-        if (event.kind, event.name) != label:
+        # Which of several engines it is that dies, the state after it says.
+        if event.kind is not label[0] or (event.kind is not Kind.ENGINE and event.name != label[1]):
             continue
         after = step(plan, system, event)
         events, reached = [event], [after]

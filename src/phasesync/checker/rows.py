@@ -174,5 +174,5 @@ class Go(NamedTuple):
     own: Memo
     others: tuple[tuple[int, Memo], ...] = ()
     wants: tuple[tuple[int, Memo], ...] = ()
-    checked: tuple[int, ...] = ()
+    checked: tuple[tuple[int, Memo], ...] = ()
     agrees: tuple[tuple[tuple[int, Memo], ...], ...] = ()

@@ -16,14 +16,16 @@ from phasesync.checker.tables import Tables
 from phasesync.core.kernel import Faults, Kind, System, Verdict, initial
 from phasesync.core.plan import Defect, Plan
 
-__all__ = ("NO_OTHERS", "Others", "Space", "State", "Step")
+__all__ = ("NO_OTHERS", "ON_MEMORY", "Others", "Space", "State", "Step")
 
 State: TypeAlias = tuple[int, ...]
 #: What happened, its name, the state after it, whether it broke a rule, whether it is a fault.
 Step: TypeAlias = tuple[Kind, str, State, bool, bool]
 
 
-_ON_MEMORY = frozenset((Kind.START, Kind.END, Kind.FAIL, Kind.LAND, Kind.ABORT, Kind.PASS))
+#: So many fences of the world fit into a column of numbers.
+_COLUMN_BITS = 62
+ON_MEMORY = frozenset((Kind.START, Kind.END, Kind.FAIL, Kind.LAND, Kind.ABORT, Kind.PASS))
 
 
 class Others(NamedTuple):
@@ -62,7 +64,8 @@ class Space:
         self.epochs = epochs
         self.pairs = len(plan.elsewhere)
         self.lone = reduction and bool(self.pairs) and not (faults.most or faults.deadlines)
-        self.reduction = reduction = reduction and not self.pairs
+        # The death of an engine is nobody's own step: it may come between any two.
+        self.reduction = reduction = reduction and not (self.pairs or faults.engine)
         self._apart: dict[tuple[int, int, int, int], bool] = {}
         self.symmetry = symmetry
         self.whole = whole
@@ -94,6 +97,11 @@ class Space:
 
     def _first(self, number: int) -> Block:
         return self.blocks[self.kind.index(number)]
+
+    @property
+    def fits_columns(self) -> bool:
+        """Whether a state is a row of numbers, and what follows it can be read off columns."""
+        return not self.others.world and not self.lone and len(self.world.of) <= _COLUMN_BITS
 
     # -------------------------------------------------------------------------- successors
 
@@ -208,7 +216,7 @@ class Space:
                     awaits |= rest.awaits
             opened &= awaits
             broken &= awaits
-        if self.pairs and move.kind in _ON_MEMORY:
+        if self.pairs and move.kind in ON_MEMORY:
             bad = bad or self._elsewhere(sums, at, after)
         blocks_after = parts.copy()
         blocks_after[at] = move.block
@@ -252,9 +260,8 @@ class Space:
 
     def encode(self, system: System) -> State:
         """The state that stands for a system."""
-        width = len(self.plan.protocol.resources)
         opened, broken = self._world(system)
-        parts = [self._block(system, at, width) for at in range(len(self.blocks))]
+        parts = [self._block(system, at) for at in range(len(self.blocks))]
         for group in self.alike:
             for at, block in zip(group, sorted(parts[at] for at in group), strict=True):
                 parts[at] = block
@@ -273,12 +280,11 @@ class Space:
     def orbit(self, system: System) -> object:
         """What is equal for systems that differ by a renaming of ranks, engines and the calls of
         older incarnations included; no state of this space holds these."""
-        width = len(self.plan.protocol.resources)
         if any(not self._told_apart(call.rank) for call in system.late):
             return system
         parts = [
             (
-                self._block(system, at, width),
+                self._block(system, at),
                 tuple(system.engines[number] for number in self._engines[at]),
                 tuple(
                     (slot, call.state)
@@ -319,7 +325,7 @@ class Space:
             for block in self.blocks
         )
 
-    def _block(self, system: System, at: int, width: int) -> int:
+    def _block(self, system: System, at: int) -> int:
         moves, slots = self.moves[self.kind[at]], self.blocks[at].slots
         tables = moves.tables
         of_rank = {slot.rank: number for number, slot in enumerate(slots)}
@@ -332,10 +338,9 @@ class Space:
                 opened |= bit * (entry.verdict is Verdict.OPEN)
                 broken |= bit * (entry.verdict is Verdict.BROKEN)
         units = []
-        for number, slot in enumerate(slots):
+        for number in range(len(slots)):
             state = tables.state_in(number, system, slots)
-            cells = system.cells[slot.device * width : (slot.device + 1) * width]
-            units.append(tables.unit(state, cells if slot.device >= 0 else ()))
+            units.append(tables.unit(state, tables.cells_in(number, system, slots)))
         return moves.number((opened, broken, *moves.canonical(units)))
 
     def initial(self) -> State:

@@ -6,37 +6,31 @@ rank's state and its device's memory; a block is a tuple of two masks (its own f
 open, and broken) and its units. Whether a rank has arrived at a shut fence is read off its state.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from phasesync.checker.blocks import NOBODY, Block, Slot, siblings
+from phasesync.checker.blocks import NOBODY, Block
 from phasesync.checker.rows import NEVER, Bits, Facts, Go, Memo, Row, Rows
+from phasesync.checker.units import Cells, Units
 from phasesync.core.kernel import (
-    PARTIAL,
     Faults,
     Kind,
-    Mapped,
     Moment,
     RankState,
     Stage,
     Status,
-    System,
     abort_touches,
     aborted,
     advance,
-    cell,
-    content_of,
     crashed,
     fence_epoch,
     fences_failed,
     fences_left,
     heard,
-    input_lost,
     landed,
     last_counted,
     lost_leaders,
-    mapped_of,
     missing_from,
     next_step,
     synchronised,
@@ -48,23 +42,27 @@ from phasesync.core.properties import (
     agreements,
     poisoned,
     raced,
-    together,
-    unmapped,
-    wanted,
 )
-from phasesync.core.protocol import Retry, Verb
+from phasesync.core.protocol import Retry
 
-__all__ = ("LOST", "BlockState", "Tables")
+__all__ = ("BlockState", "Engine", "Tables")
 
 BlockState: TypeAlias = tuple[int, ...]
-Cells: TypeAlias = tuple[int, ...]
-#: The content of memory that died with its owner: it agrees with everything.
-LOST = -9
 _GONE = frozenset((Status.DEAD, Status.DEAD_ACTING))
 _BUSY = frozenset((Status.ACTING, Status.DEAD_ACTING, Status.HUNG))
 
 
-class Tables:
+class Engine(NamedTuple):
+    """An engine that may die: its name, the first slot that has memory of it and which, and what
+    its death does to the units."""
+
+    name: str
+    slot: int
+    bits: int
+    go: Go
+
+
+class Tables(Units):
     """The moves of one block; blocks of the same shape share it."""
 
     def __init__(
@@ -77,103 +75,31 @@ class Tables:
         *,
         blur: bool = False,
     ) -> None:
-        self.plan = plan
-        self.slots = block.slots
+        super().__init__(plan, block.slots, blur=blur, dying=faults.engine)
         self.faults = faults
         self.epochs = epochs
-        self.width = len(plan.protocol.resources)
         self.world = world
-        self.blurred: frozenset[int] = self._unused() if blur else frozenset()
         self.reused = Defect.KEY_REUSED in plan.defects
         self.late = Defect.LATE_ABORT in plan.defects
         self.own = Bits()
-        self.classes = siblings(plan, block.slots)
         self.slot_of = {slot.rank: at for at, slot in enumerate(block.slots) if slot.rank >= 0}
-        self.device_slot = {s.device: at for at, s in enumerate(block.slots) if s.device >= 0}
-        self._states: dict[tuple[int, RankState], int] = {}
-        self._state_of: list[tuple[int, RankState]] = []
-        self._units: dict[tuple[int, Cells], int] = {}
-        self.unit_of: list[tuple[int, Cells]] = []
         self._rows: list[dict[int, Row]] = [{} for _ in block.slots]
         self.rows = tuple(Rows(partial(self._row_of, slot)) for slot in range(len(block.slots)))
         self._facts: dict[int, Facts] = {}
         self._fences: dict[tuple[int, int], list[tuple[int, Stage, int, int, int, bool]]] = {}
-        self._races: dict[tuple[int, int, int, int], bool] = {}
-        self._poisons: dict[tuple[int, int, int, int], bool] = {}
-        self._ops: dict[tuple[object, ...], Memo] = {}
-        self.earlier = Memo(self._earlier)
-        self.never = tuple(self._never_of(slot) for slot in range(len(block.slots)))
+        self._races: dict[tuple[object, ...], bool] = {}
+        self._poisons: dict[tuple[object, ...], bool] = {}
+        self.engines = tuple(self._engines()) if faults.engine else ()
 
-    def _unused(self) -> frozenset[int]:
-        """Resources whose content no action uses."""
-        used = {
-            touch.cell % self.width
-            for programs in (self.plan.programs, self.plan.recover)
-            for program in programs
-            for act in program
-            if isinstance(act, Act)
-            for touch in act.touches
-            if touch.verb in (Verb.USES, Verb.AGREES)
-        }
-        return frozenset(range(self.width)) - used
-
-    # ------------------------------------------------------------------ numbers for values
-
-    def state(self, slot: int, state: RankState) -> int:
-        """The number of a rank's state; siblings share it."""
-        key = (self.classes[slot], self._relative(slot, state))
-        found = self._states.get(key)
-        if found is None:
-            found = self._states[key] = len(self._state_of)
-            self._state_of.append(key)
-        return found
-
-    def unit(self, state: int, cells: Cells) -> int:
-        """The number of a rank's state with its device's memory."""
-        key = (state, cells)
-        found = self._units.get(key)
-        if found is None:
-            found = self._units[key] = len(self.unit_of)
-            self.unit_of.append(key)
-        return found
-
-    def _relative(self, slot: int, state: RankState) -> RankState:
-        if not state.pending:
-            return state
-        return state._replace(pending=tuple(sorted(self._near(slot, at) for at in state.pending)))
-
-    def state_in(self, slot: int, system: System, slots: tuple[Slot, ...]) -> int:
-        """The number of the state that a system's rank is in, for a block of this shape."""
-        rank = slots[slot].rank
-        if rank == NOBODY:
-            return self.state(slot, RankState())
-        state = system.ranks[rank]
-        moved = tuple(sorted(self._moved(at, slots) for at in state.pending))
-        return self.state(slot, state._replace(pending=moved))
-
-    def _moved(self, cell: int, slots: tuple[Slot, ...]) -> int:
-        """A cell of another block of this shape, as the cell of ours in its place."""
-        device, resource = divmod(cell, self.width)
-        at = next(at for at, slot in enumerate(slots) if slot.device == device)
-        return self.slots[at].device * self.width + resource
-
-    def _near(self, slot: int, cell: int) -> int:
-        """A cell seen from a slot: its own device's come first."""
-        device, resource = divmod(cell, self.width)
-        at = self.device_slot[device]
-        return resource if at == slot else (at + 1) * self.width + resource
-
-    def _far(self, slot: int, near: int) -> int:
-        at, resource = divmod(near, self.width)
-        at = slot if at == 0 else at - 1
-        return self.slots[at].device * self.width + resource
-
-    def rank_state(self, slot: int, state: int) -> RankState:
-        """The kernel's own value of a numbered state."""
-        _, found = self._state_of[state]
-        if not found.pending:
-            return found
-        return found._replace(pending=tuple(sorted(self._far(slot, at) for at in found.pending)))
+    def _engines(self) -> Iterator[Engine]:
+        """The engines whose memory is in this block."""
+        for name in self.plan.engines:
+            died = {slot: self._died(slot, name) for slot in range(len(self.slots))}
+            own = [slot for slot, (bits, _) in died.items() if bits]
+            if own:
+                first, *rest = own
+                go = Go(died[first][1], tuple((slot, died[slot][1]) for slot in rest))
+                yield Engine(str(name), first, died[first][0], go)
 
     def row(self, slot: int, unit: int) -> Row:
         """Where the rank of a unit stands."""
@@ -185,21 +111,6 @@ class Tables:
         if found is None:
             found = self._rows[slot][state] = self._row(slot, state)
         return found
-
-    def _earlier(self, unit: int) -> int:
-        """The unit with its epoch and its weight versions one less. A version is only ever
-        compared with its epoch, so all that are older than the one before are alike."""
-        state, cells = self.unit_of[unit]
-        number, found = self._state_of[state]
-        moved = (number, found._replace(epoch=found.epoch - 1))
-        if moved not in self._states:
-            self._states[moved] = len(self._state_of)
-            self._state_of.append(moved)
-        older = tuple(
-            cell(mapped_of(value), content_of(value) - 1) if content_of(value) > 0 else value
-            for value in cells
-        )
-        return self.unit(self._states[moved], older)
 
     # ------------------------------------------------------------------------ one row's table
 
@@ -408,7 +319,10 @@ class Tables:
         if moment is not Moment.START:
             judged = tuple((at, self._lost(at, act)) for at in devices)
         went = self._went(slot, after, devices, key, work, judged, devices)
-        return went._replace(agrees=self._agrees(act)) if wants else went
+        if not wants:
+            return went
+        checked = tuple((at, self._starts_with(at, act)) for at in devices)
+        return went._replace(agrees=self._agrees(act), checked=checked)
 
     def _agrees(self, act: Act) -> tuple[tuple[tuple[int, Memo], ...], ...]:
         """For each set of cells that must agree: where they are, and what they hold."""
@@ -416,19 +330,6 @@ class Tables:
             tuple((self.device_slot[at // self.width], self._holds(at)) for at in part)
             for part in agreements(self.plan, act)
         )
-
-    def _holds(self, cell: int) -> Memo:
-        """unit -> the content of a cell of its device."""
-        slot, resource = self.device_slot[cell // self.width], cell % self.width
-
-        def run(unit: int) -> int:
-            value = self.unit_of[unit][1][resource]
-            return LOST if mapped_of(value) is Mapped.LOST else content_of(value)
-
-        name = ("content", slot, resource)
-        if name not in self._ops:
-            self._ops[name] = Memo(run)
-        return self._ops[name]
 
     def _aborted(self, slot: int, rank: int, state: RankState, after: RankState) -> Go:
         touches = abort_touches(self.plan, rank, state)
@@ -505,93 +406,13 @@ class Tables:
     ) -> Go:
         others = tuple((at, self._op(at, None, work, key)) for at in devices if at != slot)
         own = self._op(slot, after, work if slot in devices else None, key)
-        return Go(own, others, wants, checked)
+        return Go(own, others, wants, tuple((at, self.never[at]) for at in checked))
 
-    # ------------------------------------------------------------------- one unit's functions
-
-    def _op(
-        self,
-        slot: int,
-        after: RankState | None,
-        work: Callable[[Cells], Cells] | None,
-        key: tuple[object, ...] = (),
-    ) -> Memo:
-        """unit -> unit: the rank's state replaced, its device's memory worked on."""
-        number = None if after is None else self.state(slot, after)
-        name = ("op", slot, number, key if work else ())
-        memo = self._ops.get(name)
-        if memo is None:
-            base = self.slots[slot].device * self.width
-
-            def run(unit: int) -> int:
-                state, cells = self.unit_of[unit]
-                if work is not None and cells:
-                    cells = self._slice(work(self._spread(base, cells)), base)
-                    if self.blurred:
-                        cells = tuple(map(self._blur, cells, range(self.width)))
-                return self.unit(state if number is None else number, cells)
-
-            memo = self._ops[name] = Memo(run)
-        return memo
-
-    def _blur(self, value: int, resource: int) -> int:
-        """Partial content that nobody `uses` is as good as old: who needs it objects to both."""
-        partly = resource in self.blurred and content_of(value) == PARTIAL
-        return cell(mapped_of(value), 0) if partly else value
-
-    def _spread(self, base: int, cells: Cells) -> Cells:
-        """One device's memory within a plan's that is otherwise empty."""
-        empty = len(self.plan.start)
-        return (*(4,) * base, *cells, *(4,) * (empty - base - len(cells)))
-
-    def _slice(self, cells: Cells, base: int) -> Cells:
-        return cells[base : base + self.width]
-
-    def _judge(self, slot: int, judge: Callable[[Cells], bool], key: tuple[object, ...]) -> Memo:
-        name = ("judge", slot, *key)
-        memo = self._ops.get(name)
-        if memo is None:
-            base = self.slots[slot].device * self.width
-
-            def run(unit: int) -> int:
-                return judge(self._spread(base, self.unit_of[unit][1]))
-
-            memo = self._ops[name] = Memo(run)
-        return memo
-
-    def _part(self, slot: int, act: Act) -> Act:
-        device = self.slots[slot].device
-        touches = tuple(t for t in act.touches if t.cell // self.width == device)
-        return act._replace(touches=touches)
-
-    def _wants(self, slot: int, act: Act, epoch: int) -> Memo:
-        part = self._part(slot, act)
-        who = self.plan.members[0]
-
-        def judge(cells: Cells) -> bool:
-            return next(wanted(self.plan, who, part, cells, epoch), None) is not None
-
-        return self._judge(slot, judge, ("wants", part, epoch))
-
-    def _lost(self, slot: int, act: Act) -> Memo:
-        part = self._part(slot, act)
-        return self._judge(slot, lambda cells: input_lost(cells, part), ("lost", part))
-
-    def _never_of(self, slot: int) -> Memo:
-        """Whether a unit's device holds together what it must not."""
-        device = self.slots[slot].device
-        who = self.plan.members[0]
-
-        def judge(cells: Cells) -> bool:
-            if next(together(self.plan, who, cells, {device}), None) is not None:
-                return True
-            return next(unmapped(self.plan, who, cells, {device}), None) is not None
-
-        return self._judge(slot, judge, ("never",))
-
-    def races(self, one: int, unit: int, two: int, other: int) -> bool:
+    def races(
+        self, one: int, unit: int, two: int, other: int, dead: frozenset[int] = frozenset()
+    ) -> bool:
         """Whether starting `unit`'s action beside that of `other` breaks the race rule."""
-        key = (one, self.unit_of[unit][0], two, self.unit_of[other][0])
+        key = (one, self.unit_of[unit][0], two, self.unit_of[other][0], dead)
         found = self._races.get(key)
         if found is None:
             mine, theirs = self.row(one, unit), self.row(two, other)
@@ -600,13 +421,16 @@ class Tables:
                 who = self.plan.members
                 ranks = self.slots[one].rank, self.slots[two].rank
                 pair = ((who[ranks[1]], theirs.act),)
-                found = next(raced(self.plan, who[ranks[0]], mine.act, pair), None) is not None
+                act = _but(mine.act, dead)
+                found = next(raced(self.plan, who[ranks[0]], act, pair), None) is not None
             self._races[key] = found
         return found
 
-    def poisons(self, one: int, unit: int, two: int, other: int) -> bool:
+    def poisons(
+        self, one: int, unit: int, two: int, other: int, dead: frozenset[int] = frozenset()
+    ) -> bool:
         """Whether `unit`'s action is served from an engine that `other` left unrecovered."""
-        key = (one, self.unit_of[unit][0], two, self.unit_of[other][0])
+        key = (one, self.unit_of[unit][0], two, self.unit_of[other][0], dead)
         found = self._poisons.get(key)
         if found is None:
             mine, theirs = self.row(one, unit), self.row(two, other)
@@ -614,6 +438,14 @@ class Tables:
             if mine.act is not None:
                 there = ((self.slots[two].rank, theirs.state),)
                 rank, epoch = self.slots[one].rank, mine.state.epoch
-                found = next(poisoned(self.plan, rank, mine.act, epoch, there), None) is not None
+                act = _but(mine.act, dead)
+                found = next(poisoned(self.plan, rank, act, epoch, there), None) is not None
             self._poisons[key] = found
         return found
+
+
+def _but(act: Act, dead: frozenset[int]) -> Act:
+    """The action without what it would do to dead engines."""
+    if not dead:
+        return act
+    return act._replace(touches=tuple(touch for touch in act.touches if touch.cell not in dead))

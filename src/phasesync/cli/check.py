@@ -33,6 +33,8 @@ __all__ = ("check",)
 
 #: Seconds to go on for once a rule is broken and the run that shows it is known.
 REST_S = 1.0
+#: More than a search of ten seconds sees; time and memory end it first.
+STATES_MAX = 20_000_000
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -118,6 +120,7 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
             apart=given["apart"],
             time_limit_s=time_limit,
             rest_s=REST_S,
+            states_max=STATES_MAX,
             now=time.monotonic,
             held=_held,
         ),
