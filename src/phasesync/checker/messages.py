@@ -10,10 +10,10 @@ Messages may be lost and come twice. Who loses one, or its answer, never hears o
 a real rank would raise that its store is lost, and acquire nothing.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from phasesync.checker.search import NO_BUDGET, Budget
 from phasesync.core import wire
@@ -134,14 +134,25 @@ class _Node(NamedTuple):
 
 
 class _State(NamedTuple):
-    values: Any
+    value: int
     nodes: tuple[int, ...]
     crashes: int
     repeats: int
-    cut: frozenset[int] = frozenset()
+    cut: frozenset[int]
 
 
 _UNBORN = -1
+_CRASHED, _CUT, _ENDED, _WAITS, _GOES_ON = range(5)
+#: Of each process how it stands (unborn or one of the above), and the number of its notes.
+_Look: TypeAlias = tuple[tuple[int, int], ...]
+
+
+class _Seen(NamedTuple):
+    """What is to be said of all states of one look: who may start now, and what is wrong."""
+
+    view: View
+    born: frozenset[int]
+    wrong: str | None
 
 
 class _Histories:
@@ -151,6 +162,9 @@ class _Histories:
         self.life = life
         self.nodes: list[_Node] = []
         self.replies: list[tuple[Any, ...]] = []
+        self.noted: list[int] = []  # Of each node the number of its notes,
+        self.notes: list[tuple[tuple[Any, ...], ...]] = []  # which are these.
+        self._number: dict[tuple[tuple[Any, ...], ...], int] = {}
         self._after: dict[tuple[int, Any], int] = {}
         self._ended: dict[tuple[tuple[Any, ...], ...], int] = {}
         self._over: dict[tuple[tuple[Any, ...], ...], int] = {}
@@ -173,8 +187,12 @@ class _Histories:
         return self._over.setdefault(self.nodes[node].notes, node)
 
     def _add(self, replies: tuple[Any, ...]) -> int:
-        self.nodes.append(self._replay(replies))
+        node = self._replay(replies)
+        self.nodes.append(node)
         self.replies.append(replies)
+        self.noted.append(self._number.setdefault(node.notes, len(self.notes)))
+        if self.noted[-1] == len(self.notes):
+            self.notes.append(node.notes)
         return len(self.nodes) - 1
 
     def _replay(self, replies: tuple[Any, ...]) -> _Node:
@@ -349,39 +367,57 @@ def explore_messages(cast: Cast, budget: Budget = NO_BUDGET) -> Explored:
     return _Explorer(cast).run(budget)
 
 
+class _Move(NamedTuple):
+    """A way out of a state: the process that takes it, and what becomes of it on the way."""
+
+    at: int
+    how: str
+
+
 class _Explorer:
-    """One exploration; a state is the store's values and a node of each process."""
+    """One exploration. A state is the medium's value and a node of each process.
+
+    Values are known by number, so that what an operation makes of one is worked out once; and what
+    invariants see is known by the notes and the standing of each process, so that they are asked
+    once about all states that look alike.
+    """
 
     def __init__(self, cast: Cast) -> None:
         self.cast = cast
         self.medium = cast.medium or STORE
         self.histories = tuple(_Histories(each.life) for each in cast.processes)
+        self.values: list[Any] = []
+        self._number: dict[Any, int] = {}
+        self._performed: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self._blocked: dict[tuple[int, int, int], bool] = {}
+        self._looks: dict[_Look, _Seen] = {}
 
     def run(self, budget: Budget) -> Explored:
         starts = tuple(
             _UNBORN if process.when else history.first
             for process, history in zip(self.cast.processes, self.histories, strict=True)
         )
-        first = _State(self.medium.start, starts, 0, 0)
-        parents: dict[_State, tuple[_State, str] | None] = {first: None}
+        first = _State(self._numbered(self.medium.start), starts, 0, 0, frozenset())
+        parents: dict[_State, tuple[_State, _Move] | None] = {first: None}
         level, found = [first], Explored()
         while level:
             following: list[_State] = []
             for state in level:
-                view = self.view(state)
-                moves = list(self.moves(state, view))
-                wrong = self.cast.always(view)
+                look = self._look(state)
+                seen = self._looks.get(look) or self._seen(look)
+                moves = self._moves(state, look, seen)
+                wrong = seen.wrong
                 if not moves:
                     found.ends += 1
-                    wrong = wrong or self.cast.at_end(view)
+                    wrong = wrong or self.cast.at_end(seen.view)
                 if wrong is not None:
-                    found.wrong, found.path = wrong, _path(parents, state)
+                    found.wrong, found.path = wrong, self._path(parents, state)
                     found.states = len(parents)
                     return found
                 found.transitions += len(moves)
-                for label, after in moves:
+                for move, after in moves:
                     if after not in parents:
-                        parents[after] = (state, label)
+                        parents[after] = (state, move)
                         following.append(after)
             if (bound := budget.over(len(parents))) is not None:
                 found.bound = bound
@@ -390,75 +426,140 @@ class _Explorer:
         found.states = len(parents)
         return found
 
-    def view(self, state: _State) -> View:
-        notes, waits, ended, crashed, cut = {}, [], [], [], []
-        for at, (process, history, node) in enumerate(
-            zip(self.cast.processes, self.histories, state.nodes, strict=True)
-        ):
+    def _numbered(self, value: Any) -> int:
+        number = self._number.setdefault(value, len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        return number
+
+    def _look(self, state: _State) -> _Look:
+        """How each process stands, and the number of its notes."""
+        found: list[tuple[int, int]] = []
+        for at, node in enumerate(state.nodes):
+            history = self.histories[at]
             if node == _UNBORN:
-                continue
-            here = history.nodes[node if node >= 0 else -node - 3]
-            notes[process.name] = here.notes
-            if node < 0:
-                crashed.append(process.name)
+                found.append((_UNBORN, 0))
+            elif node < 0:
+                found.append((_CRASHED, history.noted[-node - 3]))
             elif at in state.cut:
-                cut.append(process.name)
-            elif here.operation is None:
-                ended.append(process.name)
-            elif self.medium.blocked(state.values, here.operation):
-                waits.append(process.name)
-        return View(notes, *map(frozenset, (waits, ended, crashed, cut)))
+                found.append((_CUT, history.noted[node]))
+            elif history.nodes[node].operation is None:
+                found.append((_ENDED, history.noted[node]))
+            else:
+                waits = self._waits(state.value, at, node)
+                found.append((_WAITS if waits else _GOES_ON, history.noted[node]))
+        return tuple(found)
 
-    def moves(self, state: _State, view: View) -> Iterator[tuple[str, _State]]:
-        for at, (process, history) in enumerate(
-            zip(self.cast.processes, self.histories, strict=True)
+    def _waits(self, value: int, at: int, node: int) -> bool:
+        key = (value, at, node)
+        found = self._blocked.get(key)
+        if found is None:
+            operation = self.histories[at].nodes[node].operation
+            found = self._blocked[key] = self.medium.blocked(self.values[value], operation)
+        return found
+
+    def _seen(self, look: _Look) -> _Seen:
+        """What invariants and `when` say about all states that look like this."""
+        standing: dict[int, list[str]] = {}
+        notes: dict[str, tuple[tuple[Any, ...], ...]] = {}
+        for (stands, noted), process, history in zip(
+            look, self.cast.processes, self.histories, strict=True
         ):
-            node = state.nodes[at]
-            if node == _UNBORN:
-                if process.when is not None and process.when(view):
-                    yield f"{process.name} starts", _with(state, at, history.first)
+            standing.setdefault(stands, []).append(process.name)
+            if stands != _UNBORN:
+                notes[process.name] = history.notes[noted]
+        groups = (frozenset(standing.get(each, ())) for each in (_WAITS, _ENDED, _CRASHED, _CUT))
+        view = View(notes, *groups)
+        born = frozenset(
+            at
+            for at, (process, (stands, _)) in enumerate(zip(self.cast.processes, look, strict=True))
+            if stands == _UNBORN and process.when is not None and process.when(view)
+        )
+        found = self._looks[look] = _Seen(view, born, self.cast.always(view))
+        return found
+
+    def _moves(self, state: _State, look: _Look, seen: _Seen) -> list[tuple[_Move, _State]]:
+        cast, found = self.cast, []
+        for at, (stands, _) in enumerate(look):
+            if stands not in (_UNBORN, _WAITS, _GOES_ON):
                 continue
-            if node < 0 or at in state.cut or (operation := history.nodes[node].operation) is None:
+            node, history, mortal = (
+                state.nodes[at],
+                self.histories[at],
+                cast.processes[at].may_crash,
+            )
+            if stands == _UNBORN:
+                if at in seen.born:
+                    found.append((_Move(at, "starts"), _with(state, at, history.first)))
                 continue
-            if process.may_crash and state.crashes < self.cast.crashes:
+            if mortal and state.crashes < cast.crashes:
                 # The node is kept below zero: what the dead one had noted still counts.
-                dead = _with(state, at, -history.over(node) - 3)
-                yield f"{process.name} crashes", dead._replace(crashes=state.crashes + 1)
-            if process.name in view.waits:
+                dead = _with(state, at, -history.over(node) - 3, crashes=1)
+                found.append((_Move(at, "crashes"), dead))
+            if stands == _WAITS:
                 continue
-            label = f"{process.name} {type(operation).__name__} {getattr(operation, 'key', '')}"
-            label = label.rstrip()
-            after = self._performed(state, at, operation, times=1)
-            yield label, after
-            if process.may_crash and len(state.cut) < self.cast.losses:
+            value, next_node = self._perform(state.value, at, node)
+            found.append((_Move(at, ""), _with(state, at, next_node, value=value)))
+            if mortal and len(state.cut) < cast.losses:
                 cut = state.cut | {at}
-                lost = _with(state, at, history.over(node))
-                yield f"{label} lost", lost._replace(cut=cut)
+                lost = _with(state, at, history.over(node), cut=cut)
+                found.append((_Move(at, "lost"), lost))
                 # What its invariants read is what came of it, which it does not act on.
-                over = _with(after, at, history.over(after.nodes[at]))
-                yield f"{label} unanswered", over._replace(cut=cut)
-            if isinstance(operation, self.medium.twice) and state.repeats < self.cast.repeats:
-                twice = self._performed(state, at, operation, times=2)
-                yield f"{label} twice", twice._replace(repeats=state.repeats + 1)
+                over = _with(state, at, history.over(next_node), value=value, cut=cut)
+                found.append((_Move(at, "unanswered"), over))
+            operation = history.nodes[node].operation
+            if state.repeats < cast.repeats and isinstance(operation, self.medium.twice):
+                again, next_node = self._perform(value, at, node)
+                twice = _with(state, at, next_node, value=again, repeats=1)
+                found.append((_Move(at, "twice"), twice))
+        return found
 
-    def _performed(self, state: _State, at: int, operation: Any, *, times: int) -> _State:
-        values, reply = state.values, None
-        for _ in range(times):
-            values, reply = self.medium.perform(values, operation)
-        history = self.histories[at]
-        node = history.after(state.nodes[at], reply)
-        if history.nodes[node].operation is None:
-            node = history.ended(node)
-        return _with(state._replace(values=values), at, node)
+    def _perform(self, value: int, at: int, node: int) -> tuple[int, int]:
+        """The value, and the node of the process, after what it asks at its node."""
+        key = (value, at, node)
+        found = self._performed.get(key)
+        if found is None:
+            history = self.histories[at]
+            operation = history.nodes[node].operation
+            after, reply = self.medium.perform(self.values[value], operation)
+            next_node = history.after(node, reply)
+            if history.nodes[next_node].operation is None:
+                next_node = history.ended(next_node)
+            found = self._performed[key] = (self._numbered(after), next_node)
+        return found
+
+    def _path(
+        self, parents: Mapping[_State, tuple[_State, _Move] | None], state: _State
+    ) -> tuple[str, ...]:
+        said: list[str] = []
+        while (came := parents[state]) is not None:
+            state, move = came
+            said.append(self._said(state, move))
+        return tuple(reversed(said))
+
+    def _said(self, state: _State, move: _Move) -> str:
+        name = self.cast.processes[move.at].name
+        if move.how in ("starts", "crashes"):
+            return f"{name} {move.how}"
+        operation = self.histories[move.at].nodes[state.nodes[move.at]].operation
+        parts = (name, type(operation).__name__, getattr(operation, "key", ""), move.how)
+        return " ".join(part for part in parts if part)
 
 
-def _with(state: _State, at: int, node: int) -> _State:
-    return state._replace(nodes=(*state.nodes[:at], node, *state.nodes[at + 1 :]))
-
-
-def _path(parents: Mapping[_State, tuple[_State, str] | None], state: _State) -> tuple[str, ...]:
-    labels: list[str] = []
-    while (came := parents[state]) is not None:
-        state, label = came
-        labels.append(label)
-    return tuple(reversed(labels))
+def _with(
+    state: _State,
+    at: int,
+    node: int,
+    *,
+    value: int | None = None,
+    crashes: int = 0,
+    repeats: int = 0,
+    cut: frozenset[int] | None = None,
+) -> _State:
+    return _State(
+        state.value if value is None else value,
+        (*state.nodes[:at], node, *state.nodes[at + 1 :]),
+        state.crashes + crashes,
+        state.repeats + repeats,
+        state.cut if cut is None else cut,
+    )
