@@ -4,6 +4,7 @@ They note each arrival that has come and each verdict that they see; what must h
 """
 
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from phasesync.checker.messages import (
@@ -13,12 +14,13 @@ from phasesync.checker.messages import (
     Expires,
     Hears,
     Loses,
+    Moment,
     Note,
     Process,
     View,
     coordinator,
 )
-from phasesync.core.fence import Lost
+from phasesync.core.fence import Lost, judge
 from phasesync.core.fence_keys import Append, Space, writer
 from phasesync.core.fence_loss import reporting
 from phasesync.core.fence_steps import Passed, arriving, connecting, expiring
@@ -219,3 +221,69 @@ def deadline(size: int, rank: Rank, generation: int, at: str = "store") -> Proce
 
 def iter_of(request: Any) -> Life:
     yield request
+
+
+# --- A rank that comes back --------------------------------------------------------------------
+
+
+def restarted(
+    epochs: int,
+    at: str = "store",
+    *,
+    crash: bool | Moment = True,
+    patience: bool = True,
+    arrive: Arriving = arriving,
+) -> Cast:
+    """Two ranks, of which the first may die at the moments of `crash`; a later incarnation of it
+    comes to the last fence.
+
+    It may be back before its peer has learned of the death: with `patience` a deadline at the first
+    fence ends that peer's wait. The later incarnation comes by `arrive`.
+    """
+    first, peer = ranks(2)
+    last = range(epochs - 1, epochs)
+    again = (
+        life(2, first, last, incarnation=1, arrive=arrive)
+        if at == "store"
+        else hub_life(2, first, last, incarnation=1)
+    )
+    more = (
+        watcher(first, at),
+        *([deadline(2, peer, 0, at)] if patience else []),
+        Process(f"{first}.1", again, when=lambda view: f"watcher of {first}" in view.ended),
+    )
+    players = cast(2, epochs, at=at, crashes=1, more=more, always=_by_its_own_arrival(epochs - 1))
+    dies = players.processes[0]._replace(may_crash=crash)
+    alive = players.processes[1]._replace(may_crash=False)
+    return replace(players, processes=(dies, alive, *players.processes[2:]))
+
+
+def _by_its_own_arrival(generation: int) -> Callable[[View], str | None]:
+    """One verdict, and each incarnation passes with a ticket that its own arrival is in."""
+    first, peer = ranks(2)
+    tickets: list[str] = []
+    for incarnation in (0, 1):
+        arrivals = (arrival(first, generation, incarnation), arrival(peer, generation))
+        opened = judge(call(2, generation), arrivals)
+        assert isinstance(opened, Opened)
+        tickets.append(opened.ticket.hash)
+    by_name = {str(first): tickets[0], f"{first}.1": tickets[1]}
+
+    def always(view: View) -> str | None:
+        for name, own in by_name.items():
+            for note in view.notes.get(name, ()):
+                if note[:2] == ("open", generation) and note[2] != own:
+                    return f"{name} passes by an arrival that is not its own"
+        return one_verdict(2)(view)
+
+    return always
+
+
+def in_the_second_epoch(notes: tuple[tuple[Any, ...], ...], _operation: Any) -> bool:
+    """A moment to crash at: the first fence is passed, and whatever comes after that."""
+    return len(notes) >= 2
+
+
+def before_it_arrives(_notes: tuple[tuple[Any, ...], ...], operation: Any) -> bool:
+    """A moment to crash at: the first arrival is about to be written."""
+    return isinstance(operation, Append) and operation.key == SPACE.at("world", 0).log

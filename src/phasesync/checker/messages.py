@@ -51,6 +51,7 @@ __all__ = (
     "Hears",
     "Loses",
     "Medium",
+    "Moment",
     "Note",
     "Process",
     "View",
@@ -65,13 +66,20 @@ class Note(NamedTuple):
     what: tuple[Any, ...]
 
 
+#: Whether a process may crash (or lose a message): of what it has noted, and what it asks next.
+Moment: TypeAlias = Callable[[tuple[tuple[Any, ...], ...], Any], bool]
+
+
 class Process(NamedTuple):
-    """A process by name. It starts at once, or when `when` says so of what is to be seen."""
+    """A process by name. It starts at once, or when `when` says so of what is to be seen.
+
+    It may crash between any two operations, or at the moments that `may_crash` chooses.
+    """
 
     name: str
     life: Callable[[], Generator[Any, Any, Any]]
     when: "Callable[[View], bool] | None" = None
-    may_crash: bool = False
+    may_crash: bool | Moment = False
 
 
 class View(NamedTuple):
@@ -483,15 +491,12 @@ class _Explorer:
         for at, (stands, _) in enumerate(look):
             if stands not in (_UNBORN, _WAITS, _GOES_ON):
                 continue
-            node, history, mortal = (
-                state.nodes[at],
-                self.histories[at],
-                cast.processes[at].may_crash,
-            )
+            node, history = state.nodes[at], self.histories[at]
             if stands == _UNBORN:
                 if at in seen.born:
                     found.append((_Move(at, "starts"), _with(state, at, history.first)))
                 continue
+            mortal = self._is_mortal(at, node)
             if mortal and state.crashes < cast.crashes:
                 # The node is kept below zero: what the dead one had noted still counts.
                 dead = _with(state, at, -history.over(node) - 3, crashes=1)
@@ -513,6 +518,11 @@ class _Explorer:
                 twice = _with(state, at, next_node, value=again, repeats=1)
                 found.append((_Move(at, "twice"), twice))
         return found
+
+    def _is_mortal(self, at: int, node: int) -> bool:
+        mortal = self.cast.processes[at].may_crash
+        here = self.histories[at].nodes[node]
+        return mortal(here.notes, here.operation) if callable(mortal) else mortal
 
     def _perform(self, value: int, at: int, node: int) -> tuple[int, int]:
         """The value, and the node of the process, after what it asks at its node."""
