@@ -6,12 +6,11 @@ without auto-transitions, because `to_X()` would be a way around a fence. A queu
 True whether it was refused or not, so the state is read, never the return value.
 
 No trigger ever waits, so none can be cancelled in its middle, which would leave the machine and the
-kernel's state apart.
+kernel's state apart: `fire` is no coroutine.
 """
 
 from typing import Any, NamedTuple
 
-from transitions.core import EventData
 from transitions.extensions.asyncio import AsyncEvent, AsyncMachine
 
 from phasesync.core.kernel import Kind, RankState, Stage, Status, advance, program, rows
@@ -33,23 +32,13 @@ class _Event(AsyncEvent):
     no callbacks, and a book of running triggers for a later one to cancel. None is needed.
     """
 
-    async def trigger(  # type: ignore[override]
-        self, model: Any, *args: Any, **kwargs: Any
-    ) -> bool:
-        if model.state not in self.transitions:
-            return bool(await super().trigger(model, *args, **kwargs))  # It says what is wrong.
-        for row in self.transitions[model.state]:
-            if not row.conditions or await self._may(row, model):
+    def take(self, model: "_Model") -> None:
+        """Go where the first row leads whose conditions hold; stay where none does."""
+        rows: list[Any] = self.transitions.get(model.state, [])
+        for row in rows:
+            if all(check.func() is check.target for check in row.conditions):
                 model.state = row.dest
-                return True
-        return False
-
-    async def _may(self, row: Any, model: Any) -> bool:
-        data = EventData(None, self, self.machine, model, args=(), kwargs={})
-        for condition in row.conditions:
-            if not await condition.check(data):
-                return False
-        return True
+                return
 
 
 class _Machine(AsyncMachine):
@@ -59,7 +48,7 @@ class _Machine(AsyncMachine):
 class _Move(NamedTuple):
     """What the kernel answered once, whatever the epoch: the trigger, and where it leads."""
 
-    event: AsyncEvent
+    event: _Event
     after: RankState
     epochs: int
     place: "dict[tuple[Kind, str], _Move]"
@@ -113,7 +102,7 @@ class RankMachine:
         """The state in words: `in offload`, `at memory_released`."""
         return self._model.state
 
-    async def fire(self, kind: Kind, name: str = "", ticket: Ticket | None = None) -> None:
+    def fire(self, kind: Kind, name: str = "", ticket: Ticket | None = None) -> None:
         """Let the rank do this.
 
         Raises:
@@ -122,7 +111,7 @@ class RankMachine:
         move = self._place.get((kind, name)) or self._asked(kind, name)
         before = self._model.state
         self._ticket = ticket
-        await move.event.trigger(self._model)
+        move.event.take(self._model)
         if self._model.state == before:
             who = self.plan.members[self.rank]
             raise Refused(f"{who} cannot {kind} {name!r} without a ticket of that fence")
@@ -138,7 +127,9 @@ class RankMachine:
         if kind not in _EVENTS and kind not in (Kind.RECOVER, Kind.BEGIN):
             event = _in(self.state.stage, event)
         place = self._places.setdefault(_but_epoch(after), {})
-        move = _Move(self._machine.events[event], after, after.epoch - self.state.epoch, place)
+        trigger = self._machine.events[event]
+        assert isinstance(trigger, _Event)
+        move = _Move(trigger, after, after.epoch - self.state.epoch, place)
         self._place[kind, name] = move
         return move
 

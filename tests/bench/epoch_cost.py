@@ -1,13 +1,16 @@
 """What an epoch costs a rank: fences and the rest apart, beside the bare calls in the same run.
 
 python -m tests.bench.epoch_cost [PROTOCOL] [EPOCHS]
+python -m tests.bench.epoch_cost --cold [ROUNDS]
 
 Warm: CPU time. All actions do nothing and the rank is alone, so that its fences open at once: what
 is left is phasesync's own work. Figures are the least of several rounds.
 
-Cold: wall time. Actions are blocking calls of some milliseconds that leave nothing of phasesync in
+Busy: wall time. Actions are blocking calls of some milliseconds that leave nothing of phasesync in
 the processor's caches, as real ones do, and fences go over a TCPStore. What is not spent in the
 actions is phasesync's share; figures are medians. The bare calls are the same from a thread.
+
+Cold: see `tests.bench.cold_epochs`.
 """
 
 import asyncio
@@ -17,6 +20,8 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
+
+from tests.bench.cold_epochs import cold, told
 
 from phasesync.core.model import Arrival, FenceCall, Opened, Rank, RoleName
 from phasesync.core.plan import Act
@@ -84,6 +89,11 @@ def _actions(protocol: str) -> dict[str, Callable[[], Any]]:
     return {name: _nothing if number % 3 else _later for number, name in enumerate(own)}
 
 
+def _runner(protocol: str, **more: Any) -> RankRunner:
+    """The one rank of a run that waits for nobody."""
+    return RankRunner(protocol, rank=0, ranks=1, options={"replica_size": 1}, **more)
+
+
 async def _least(epochs: int, once: Callable[[], Awaitable[object]]) -> float:
     """The least CPU time of an epoch, of several rounds."""
     found = []
@@ -100,16 +110,8 @@ async def _measured(protocol: str, epochs: int) -> Cost:
     rank = Rank(RoleName("trainer"), 0)
     fences = _Timed(InProcessFences().endpoint(rank))
     with tempfile.TemporaryDirectory() as runs:
-        async with RankRunner(
-            protocol,
-            rank=0,
-            ranks=1,
-            options={"replica_size": 1},
-            actions=actions,
-            fences=fences,
-            caller_joins=True,
-            runs=runs,
-        ) as runner:
+        given = {"actions": actions, "fences": fences, "caller_joins": True, "runs": runs}
+        async with _runner(protocol, **given) as runner:
             called = [
                 actions[step.phase]
                 for step in runner.plan.programs[0]
@@ -150,7 +152,7 @@ class Share(NamedTuple):
     rest_ms: float
 
 
-def _cold_actions(protocol: str, spent_ns: list[int]) -> dict[str, Callable[[], Any]]:
+def _busy_actions(protocol: str, spent_ns: list[int]) -> dict[str, Callable[[], Any]]:
     source = bytes(_CHILL)
 
     def act() -> None:
@@ -162,26 +164,18 @@ def _cold_actions(protocol: str, spent_ns: list[int]) -> dict[str, Callable[[], 
     return {step.name: act for step in steps if isinstance(step, PhaseDecl)}
 
 
-async def _cold(protocol: str, epochs: int) -> Share:
+async def _busy(protocol: str, epochs: int) -> Share:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spent_ns = [0]
-    actions = _cold_actions(protocol, spent_ns)
+    actions = _busy_actions(protocol, spent_ns)
     own: list[float] = []
     waits: list[float] = []
     bare: list[float] = []
     with tempfile.TemporaryDirectory() as runs:
-        async with RankRunner(
-            protocol,
-            rank=0,
-            ranks=1,
-            options={"replica_size": 1},
-            actions=actions,
-            fences=store,
-            runs=runs,
-            run="cold",
-        ) as runner:
+        given = {"actions": actions, "fences": store, "runs": runs, "run": "busy"}
+        async with _runner(protocol, **given) as runner:
             act = next(iter(actions.values()))
             calls = sum(isinstance(step, Act) for step in runner.plan.programs[0])
             for _ in range(epochs):
@@ -199,11 +193,10 @@ async def _cold(protocol: str, epochs: int) -> Share:
 
 def share(protocol: str = "colocated", epochs: int = 30) -> Share:
     """phasesync's share of one rank's epoch around blocking actions."""
-    return asyncio.run(_cold(protocol, epochs))
+    return asyncio.run(_busy(protocol, epochs))
 
 
-if __name__ == "__main__":
-    given = sys.argv[1:]
+def _say_all(given: list[str]) -> None:
     cost = measure(given[0] if given else "colocated_each", int(given[1]) if given[1:] else 100)
     print("warm, CPU time")
     print(f"bare calls  {cost.bare_us:8.1f} us an epoch")
@@ -211,7 +204,15 @@ if __name__ == "__main__":
     print(f"the rest    {cost.rest_us:8.1f} us, {cost.rest_us / cost.steps:.1f} us a step")
     print(f"steps {cost.steps}, journal lines {cost.lines:.0f}, {cost.times_bare:.1f} times bare")
     found = share()
-    print("cold, wall time, 11 blocking actions and 7 fences over a TCPStore")
+    print("busy, wall time, 11 blocking actions and 7 fences over a TCPStore")
     print(f"bare calls  {found.bare_ms:8.2f} ms an epoch, in threads")
     print(f"fences      {found.fences_ms:8.2f} ms")
     print(f"the rest    {found.rest_ms:8.2f} ms")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--cold"]:
+        rounds = int(sys.argv[2]) if sys.argv[2:] else 8
+        print("\n".join(told(cold(rounds=rounds))))
+    else:
+        _say_all(sys.argv[1:])

@@ -15,7 +15,16 @@ from phasesync.errors import PlanError
 from phasesync.journal import Journal
 from phasesync.runtime.calls import GRACE_S, BlockingCalls, waited
 
-__all__ = ("Action", "Bound", "Turn", "at_once", "bind", "check_names", "settled")
+__all__ = (
+    "Action",
+    "Bound",
+    "Turn",
+    "at_once",
+    "bind",
+    "check_names",
+    "is_to_come",
+    "settled",
+)
 
 Action: TypeAlias = Callable[..., Any]
 F = TypeVar("F", bound=Action)
@@ -83,14 +92,8 @@ class Bound:
     blocking: BlockingCalls
 
     def call_at_once(self, turn: Turn | None) -> Any:
-        """The action's answer, made here and now."""
+        """The action's answer, or what there is to wait for, made here and now."""
         return self.action(turn) if self.takes_turn else self.action()
-
-    async def perform(self, turn: Turn | None) -> Any:
-        """What the action comes to, made where it blocks nobody."""
-        if self.is_async:
-            return await settled(await self.call_at_once(turn))
-        return await settled(await self.blocking.run(lambda: self.call_at_once(turn)))
 
 
 def at_once(action: F) -> F:
@@ -149,17 +152,35 @@ def _bound(action: Action, blocking: BlockingCalls) -> Bound:
     )
 
 
+def is_to_come(found: Any) -> bool:
+    """Whether an action's answer is one that has to be waited for."""
+    if found is None:
+        return False
+    return (
+        inspect.isawaitable(found)
+        or isinstance(found, concurrent.futures.Future)
+        or _is_of_ray(found)
+    )
+
+
 async def settled(found: Any) -> Any:
     """What an action's answer comes to, where that is not there yet.
 
     It may be an awaitable, a future of an executor, or what a call of a Ray actor gives.
     """
+    while is_to_come(found):
+        if _is_of_ray(found):
+            found = await import_module("phasesync.fences.ray").answer(found, grace_s=GRACE_S)
+        elif isinstance(found, concurrent.futures.Future):
+            found = await waited(asyncio.wrap_future(found), tell=found.cancel)
+        else:
+            found = await found
+    return found
+
+
+def _is_of_ray(found: Any) -> bool:
     ray = sys.modules.get("ray")  # Who has an answer of Ray's has imported it.
-    if ray is not None and isinstance(found, ray.ObjectRef):
-        return await import_module("phasesync.fences.ray").answer(found, grace_s=GRACE_S)
-    if isinstance(found, concurrent.futures.Future):
-        return await waited(asyncio.wrap_future(found), tell=found.cancel)
-    return await found if inspect.isawaitable(found) else found
+    return ray is not None and isinstance(found, ray.ObjectRef)
 
 
 def _takes_argument(action: Action) -> bool:

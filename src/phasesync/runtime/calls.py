@@ -37,6 +37,15 @@ class BlockingCalls:
 
     async def run(self, call: Callable[[], Any]) -> Any:
         """The result of `call`, made in the thread."""
+        future = self.begin(call)
+        try:
+            return await waited(future, self._grace_s)
+        finally:
+            if not future.done():
+                self.close()
+
+    def begin(self, call: Callable[[], Any]) -> "asyncio.Future[Any]":
+        """`call`, under way in the thread; who stops waiting for it is to say so with `outlive`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         if self._jobs is None:
@@ -44,11 +53,25 @@ class BlockingCalls:
             args = (self._jobs,)
             threading.Thread(target=_work, args=args, name=self._name, daemon=True).start()
         self._jobs.put(_Job(call, loop, future))
-        try:
-            return await waited(future, self._grace_s)
-        finally:
-            if not future.done():
-                self.close()
+        return future
+
+    async def outlive(self, future: "asyncio.Future[Any]") -> None:
+        """Wait until a call that nobody wants any more is over, whatever becomes of this task
+        meanwhile; for a grace at most, after which the call keeps the thread."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._grace_s
+        was_cancelled = False
+        while not future.done() and (left_s := until - loop.time()) > 0:
+            try:
+                await asyncio.wait((future,), timeout=left_s)
+            except asyncio.CancelledError:
+                was_cancelled = True
+        if not future.done():
+            self.close()
+        elif not future.cancelled():
+            future.exception()  # It is over; what it raised is nobody's any more.
+        if was_cancelled:
+            raise asyncio.CancelledError
 
     def close(self) -> None:
         """Let the thread end once what it does is over."""

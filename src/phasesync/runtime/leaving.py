@@ -71,7 +71,7 @@ async def _recovered(walk: Walk) -> bool:
 
 async def recover(walk: Walk) -> None:
     """The declared recovery, behind a fence that every live rank has stopped."""
-    await walk.machine.fire(Kind.RECOVER)
+    walk.machine.fire(Kind.RECOVER)
     walk.fences.begin()
     walk.journal.write("recover.begin")
     try:
@@ -84,14 +84,14 @@ async def recover(walk: Walk) -> None:
         raise
 
 
-async def unexpected(walk: Walk, error: Exception) -> RootCause:
+def unexpected(walk: Walk, error: Exception) -> RootCause:
     """An error of phasesync's own, or of a journal or device: peers hear of it all the same."""
     state = walk.machine.state
     here = walk.here()
     if state.status is Status.ACTING and isinstance(here, Act):
-        return await walk.own_failure(here, error)
+        return walk.own_failure(here, error)
     if state.status in (Status.READY, Status.WAITING):
-        await walk.machine.fire(Kind.ABORT)
+        walk.machine.fire(Kind.ABORT)
     kind, text = type(error).__name__, line_cut(str(error) or repr(error))
     return RootCause(kind="failed", ranks=(walk.rank,), error_type=kind, error=text)
 
@@ -111,9 +111,9 @@ async def cancelled(walk: Walk) -> None:
             error_type="Cancelled",
             error="the task of this rank was cancelled",
         )
-        await walk.machine.fire(Kind.FAIL, here.phase)
+        walk.machine.fire(Kind.FAIL, here.phase)
     elif state.status in (Status.READY, Status.WAITING):
-        await walk.machine.fire(Kind.ABORT)
+        walk.machine.fire(Kind.ABORT)
     left = fences_left(walk.plan, walk.index, state)
     await walk.fences.fail_all(walk.plan, state, cause, left)
     walk.journal.write("epoch.end", level="error", error_type="Cancelled", error=describe(cause))

@@ -6,11 +6,12 @@ over soon costs neither a watch nor a timer, because most are.
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 from phasesync.core.model import Broken, FenceCall
-from phasesync.runtime.actions import Bound, Turn, settled
+from phasesync.runtime.actions import Bound, Turn, is_to_come, settled
 from phasesync.runtime.alarm import Alarm, ended
 
 __all__ = ("HEED_AFTER_S", "CutOff", "Done", "End", "Late", "Performer", "Raised")
@@ -59,17 +60,39 @@ class Performer:
         heed: Callable[[], FenceCall | None],
     ) -> End:
         """One try of an action, and how it ended. `heed` says which fence to watch."""
-        try:
-            found = bound.call_at_once(turn) if bound.at_once else None
-        except Exception as error:
-            return Raised(error)
-        if bound.at_once and found is None:
-            return Done()
-        action = asyncio.ensure_future(settled(found) if bound.at_once else bound.perform(turn))
         loop = asyncio.get_running_loop()
         until = None if deadline_s is None else loop.time() + deadline_s
+        found: object = None
+        if bound.is_async or bound.at_once:
+            try:
+                found = bound.call_at_once(turn)
+            except Exception as error:
+                return Raised(error)
+        else:
+            call = bound.blocking.begin(partial(bound.call_at_once, turn))
+            end = await self._over(call, bound.blocking.outlive, deadline_s, until, heed)
+            if not isinstance(end, Done):
+                return end
+            found = call.result()
+        if not is_to_come(found):
+            return Done()
+        action = asyncio.ensure_future(settled(found))
+        return await self._over(action, ended, deadline_s, until, heed)
+
+    async def _over(
+        self,
+        action: "asyncio.Future[Any]",
+        stop: Callable[["asyncio.Future[Any]"], Awaitable[None]],
+        deadline_s: float | None,
+        until: float | None,
+        heed: Callable[[], FenceCall | None],
+    ) -> End:
+        """How what is under way ends; `stop` ends it where somebody else does, and waits."""
+        loop = asyncio.get_running_loop()
+        left_alone = True
         try:
-            await asyncio.sleep(0)
+            if isinstance(action, asyncio.Task):
+                await asyncio.sleep(0)  # Most coroutines are over after their first turn.
             if not action.done():
                 await asyncio.wait((action,), timeout=_left(loop, until, HEED_AFTER_S))
             if not action.done():
@@ -81,14 +104,15 @@ class Performer:
                 )
             if action.done():
                 return _end(action)
-            await ended(action)
-            if not action.cancelled():
+            left_alone = False
+            await stop(action)
+            if action.done() and not action.cancelled():
                 action.exception()  # What it raised on its way out is not why it was cut off.
             broken = self._alarm.broken
             return CutOff(broken) if broken is not None else Late(deadline_s or 0.0)
         finally:
-            if not action.done():
-                await ended(action)
+            if left_alone and not action.done():
+                await stop(action)
 
 
 def _left(

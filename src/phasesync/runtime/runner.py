@@ -279,7 +279,7 @@ class RankRunner:
             await cancelled(self._walk)
             raise
         except Exception as error:
-            await failed(self._walk, await unexpected(self._walk, error))
+            await failed(self._walk, unexpected(self._walk, error))
             raise
         finally:
             self._busy = False
@@ -311,7 +311,7 @@ class RankRunner:
         if recovery_is_due(walk):
             await recover(walk)
         if walk.machine.state.status is Status.FINISHED:
-            await walk.machine.fire(Kind.BEGIN)
+            walk.machine.fire(Kind.BEGIN)
         self._fences.begin()
         self._fences.version = self.epoch if version is None else version
         walk.phases_s.clear()

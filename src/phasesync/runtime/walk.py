@@ -108,7 +108,7 @@ class Walk:
                 case Act():
                     await self._act(here)
                 case Wait(joined=True) if self.caller_joins:
-                    await self._joined(here)
+                    self._joined(here)
                 case Wait():
                     await self._wait(here)
         in_epoch = self.machine.state.stage is Stage.EPOCH
@@ -120,9 +120,9 @@ class Walk:
         bound = self._actions.get(act.phase)
         if (broken := self.alarm.broken) is not None:
             self.fences.heard(broken)
-            await self.machine.fire(Kind.ABORT)
+            self.machine.fire(Kind.ABORT)
             raise Halt(broken.cause)
-        await self.machine.fire(Kind.START, act.phase)
+        self.machine.fire(Kind.START, act.phase)
         ticket = self.fences.plain_ticket()
         if bound is None:
             self.journal.hold("phase.start", phase=act.phase, ticket=ticket, caller="outside")
@@ -131,7 +131,7 @@ class Walk:
         else:
             self.journal.write("phase.start", phase=act.phase, ticket=ticket)
             await self._do(act, bound)
-        await self.machine.fire(Kind.END, act.phase)
+        self.machine.fire(Kind.END, act.phase)
 
     async def _do(self, act: Act, bound: Bound) -> None:
         """The action, from its first moment to the line that says how long it took."""
@@ -157,12 +157,12 @@ class Walk:
                 case Done():
                     return
                 case CutOff(broken=broken):
-                    raise Halt(await self._cut_off(act, broken))
+                    raise Halt(self._cut_off(act, broken))
                 case Late(after_s=after_s):
                     late = f"it took longer than its deadline of {after_s:g} s"
-                    raise Halt(await self.own_failure(act, TimeoutError(late)))
+                    raise Halt(self.own_failure(act, TimeoutError(late)))
                 case Raised(error=error) if retry + 1 == tries:
-                    raise Halt(await self.own_failure(act, error)) from error
+                    raise Halt(self.own_failure(act, error)) from error
                 case Raised(error=error):
                     self.journal.write(
                         "phase.progress",
@@ -186,7 +186,7 @@ class Walk:
             done=done,
         )
 
-    async def own_failure(self, act: Act, error: Exception) -> RootCause:
+    def own_failure(self, act: Act, error: Exception) -> RootCause:
         """The action raised: what it acquires or releases is unknown, what it writes partial."""
         said = error.__cause__ if isinstance(error, RankLost) and error.__cause__ else error
         name, text = type(said).__name__, line_cut(str(error) or repr(error))
@@ -198,7 +198,7 @@ class Walk:
             error=text,
             where=_innermost(error),
         )
-        await self.machine.fire(Kind.FAIL, act.phase)
+        self.machine.fire(Kind.FAIL, act.phase)
         return RootCause(
             kind=error.kind if isinstance(error, RankLost) else "failed",
             ranks=(self.rank,),
@@ -218,7 +218,7 @@ class Walk:
             return None
         return self.fences.call(self.plan, state, left[0])
 
-    async def _cut_off(self, act: Act, broken: Broken) -> RootCause:
+    def _cut_off(self, act: Act, broken: Broken) -> RootCause:
         """The action was cancelled because a peer failed: half done, and not this rank's fault."""
         self.fences.heard(broken)
         self.journal.write(
@@ -228,7 +228,7 @@ class Walk:
             error_type="Cancelled",
             error=f"fence {broken.fence!r} broke while the phase ran",
         )
-        await self.machine.fire(Kind.FAIL, act.phase)
+        self.machine.fire(Kind.FAIL, act.phase)
         return broken.cause
 
     async def _free_after(self, act: Act) -> int | None:
@@ -255,7 +255,7 @@ class Walk:
         try:
             found: int | None = await self._blocking.run(self._device.free_bytes)
         except RankLost as error:
-            raise Halt(await self.own_failure(act, error)) from error
+            raise Halt(self.own_failure(act, error)) from error
         return found
 
     # ------------------------------------------------------------------ fences
@@ -273,22 +273,22 @@ class Walk:
                 error_type=proof.error_type,
                 error=proof.error,
             )
-            await self.machine.fire(Kind.REFUSE, wait.fence)
+            self.machine.fire(Kind.REFUSE, wait.fence)
             raise Halt(cause)
         if self.alarm.is_on:
             await self.alarm.off()
         self.fences.announce(call, free_bytes=proof.free_bytes)
-        await self.machine.fire(Kind.ARRIVE, wait.fence)
+        self.machine.fire(Kind.ARRIVE, wait.fence)
         if self.machine.state.stage is Stage.RECOVER and (lost := self._lost_leaders(wait)):
-            await self.machine.fire(Kind.ABORT)
+            self.machine.fire(Kind.ABORT)
             raise Halt(RootCause(kind="dead", ranks=lost, fence=wait.fence, error=_POISONED))
         answer = await self.fences.arrive(call, free_bytes=proof.free_bytes)
         if isinstance(answer, RootCause):
-            await self.machine.fire(Kind.ABORT)
+            self.machine.fire(Kind.ABORT)
             raise Halt(answer)
         self.fences.use_up((wait,))
         ticket = self.fences.opened(call, answer)
-        await self.machine.fire(Kind.PASS, wait.fence, ticket)
+        self.machine.fire(Kind.PASS, wait.fence, ticket)
 
     def _lost_leaders(self, wait: Wait) -> tuple[Rank, ...]:
         """Dead leaders whose part of the recovery nobody can do: the replica is poisoned."""
@@ -306,12 +306,12 @@ class Walk:
         self._free = proof.free_bytes
         return proof
 
-    async def _joined(self, wait: Wait) -> None:
+    def _joined(self, wait: Wait) -> None:
         call = self.fences.call(self.plan, self.machine.state, wait)
-        await self.machine.fire(Kind.ARRIVE, wait.fence)
+        self.machine.fire(Kind.ARRIVE, wait.fence)
         word = self.fences.joined(call)
         self.fences.use_up((wait,))
-        await self.machine.fire(Kind.PASS, wait.fence, word)
+        self.machine.fire(Kind.PASS, wait.fence, word)
 
     # ------------------------------------------------------------------ outside the runtime
 
@@ -349,10 +349,10 @@ class Walk:
             if last and not self._met and (broken := await self._broken_at(here)) is not None:
                 self.fences.heard(broken)
                 self.fences.use_up((here,))
-                await self.machine.fire(Kind.ARRIVE, here.fence)
-                await self.machine.fire(Kind.ABORT)
+                self.machine.fire(Kind.ARRIVE, here.fence)
+                self.machine.fire(Kind.ABORT)
                 return
-            await self._joined(here)
+            self._joined(here)
 
     def _have_met(self) -> bool:
         """Whether all members of the last fence were at the last one before the caller took over,

@@ -19,6 +19,7 @@ from phasesync.integrations.verl.settings import Settings
 __all__ = ("TorchDevice", "lora_of", "meeting", "options_of", "replicas", "run_name")
 
 _RUN_KEY = "phasesync/verl/run"
+_last_mesh: list[Any] = [None, []]  # A process has one; its object is kept with its rows.
 #: What a device's module raises where it lacks a call, or has no such device.
 _UNABLE = (AttributeError, RuntimeError, NotImplementedError, AssertionError)
 
@@ -102,9 +103,9 @@ def replicas(worker: Any, ranks: int) -> list[list[int]]:
     if split is not None and _get(split, "enabled", False):
         return _servers(rollout, split, ranks)
     mesh = getattr(getattr(worker, "rollout", None), "device_mesh", None)
-    placed = getattr(mesh, "mesh", None)
-    if placed is not None and placed.numel() == ranks:
-        return [[int(rank) for rank in part.flatten().tolist()] for part in placed]
+    rows = _rows(mesh) if mesh is not None else []
+    if rows and sum(map(len, rows)) == ranks:
+        return rows
     sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
     size = 1
     for name in sizes:
@@ -112,6 +113,18 @@ def replicas(worker: Any, ranks: int) -> list[list[int]]:
     if _get(rollout, sizes[0]) is None or ranks % size:
         size = ranks
     return [list(range(first, first + size)) for first in range(0, ranks, size)]
+
+
+def _rows(mesh: Any) -> list[list[int]]:
+    """The ranks of each row of a device mesh, which never changes: torch makes the tensor of them
+    anew whenever it is asked, and that takes as long as some fences do."""
+    known, rows = _last_mesh
+    if known is not mesh:
+        placed = getattr(mesh, "mesh", None)
+        parts = () if placed is None else placed
+        rows = [[int(rank) for rank in part.flatten().tolist()] for part in parts]
+        _last_mesh[:] = mesh, rows
+    return [list(row) for row in rows]
 
 
 def _servers(rollout: Any, split: Any, ranks: int) -> list[list[int]]:
