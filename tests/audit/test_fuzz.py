@@ -234,6 +234,18 @@ def test_lines_with_odd_fields_are_answered(tmp_path_factory: Any, data: st.Data
         sound(answer)
 
 
+@pytest.mark.parametrize("name", ["members", "devices", "place", "groups", "options", "ranks"])
+def test_a_plan_line_with_an_odd_field_is_answered(tmp_path: Path, name: str) -> None:
+    path = made(tmp_path / "run", ranks=2, epochs=1)[0]
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    plan = next(line for line in found if line["event"] == "plan")
+    for value in (None, [], {}, "", -1, [None], [[]], "x/y", {"a": 1}, 10**30):
+        plan[name] = value
+        path.write_text("".join(json.dumps(line) + "\n" for line in found))
+        for answer in audit_paths([path.parent]):
+            sound(answer)
+
+
 def test_lost_lines_are_never_covered_by_an_ok(tmp_path: Path) -> None:
     files = made(tmp_path / "run", ranks=2, epochs=1)
     whole = {path: path.read_bytes().splitlines(keepends=True) for path in files}

@@ -104,7 +104,7 @@ class Conformance:
             return
         try:
             plan = _plan_of(protocol, line)
-        except (PlanError, KeyError, TypeError, ValueError) as error:
+        except (PlanError, LookupError, TypeError, ValueError, AttributeError) as error:
             self._note(at, where, f"the plan line does not fit protocol {protocol.name!r}: {error}")
             return
         if plan.digest != line.get("digest"):

@@ -20,6 +20,7 @@ __all__ = (
     "RankFacts",
     "group_of",
     "instance_of",
+    "of_later_epoch",
     "ranks_in",
     "same_work",
 )
@@ -124,6 +125,9 @@ class Facts:
                 self._turn(rank, event.epoch)
         match event.kind:
             case "start":
+                if rank.exit is not None and of_later_epoch(event, rank.exit):
+                    rank.exit = None  # Another process has taken its place.
+                    rank.open.clear()
                 rank.open.append(Open(event))
                 if len(rank.open) > 4096:  # a log that never ends its phases
                     del rank.open[0]
@@ -272,6 +276,11 @@ def _find(phases: list[Open], event: Event) -> Open | None:
             if each.event.phase == event.phase:
                 return each
     return None
+
+
+def of_later_epoch(event: Event, other: Event) -> bool:
+    """Whether `event` is of a later epoch than `other`, as far as both name one."""
+    return event.epoch is not None and other.epoch is not None and event.epoch > other.epoch
 
 
 def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from phasesync.audit.answer import (
 )
 from phasesync.audit.events import Name, text_of
 from phasesync.audit.facts import WAITING, Facts, is_timeout, ranks_in
-from phasesync.audit.vocabulary import is_echo, is_memory_error
+from phasesync.audit.vocabulary import is_echo, is_gone_error, is_memory_error
 from phasesync.audit.waits import unrecovered
 
 __all__ = ("judge",)
@@ -144,8 +144,8 @@ def _plain_failures(facts: Facts) -> list[Finding]:
     """Failures that no rule explains: the action failed, and order and waits are clean."""
     found = []
     for event in facts.failures:
-        if unrecovered(event, facts) is None and event.kind != "exit":
-            continue
+        if unrecovered(event, facts) is None:
+            continue  # Of an exit: another process has taken its place, and done it.
         watched = event.kind == "timeout" and event.action in ("poll", "life")
         if watched or (is_timeout(event) and event.action in WAITING):
             found.append(_cut_wait(event))
@@ -153,6 +153,8 @@ def _plain_failures(facts: Facts) -> list[Finding]:
         if is_memory_error(event.attrs.get("error")):
             continue  # R-FREED says what it can: without figures it is not decidable.
         if event.kind == "exit" and event.action == "life" and "error" not in event.attrs:
+            if (needed := _needed(event, facts)) is not None:
+                found.append(needed)
             continue  # A process that ended is no failure unless somebody needed it.
         if event.kind == "exit" and facts.is_over(event):
             continue  # The job had been shut down, and nobody was at anything any more.
@@ -161,6 +163,30 @@ def _plain_failures(facts: Facts) -> list[Finding]:
         silent = _unheard(event, facts)
         found.append(_without_a_log(event, silent) if silent else _failed(event))
     return found
+
+
+def _needed(exit_: Any, facts: Facts) -> Finding | None:
+    """A process that ended by itself, out of a step that its peers were still in, and who then lost
+    the connection.
+    """
+    left = facts.ranks[exit_.rank].finished(exit_.epoch)
+    for failure in facts.failures:
+        began = facts.ranks[failure.rank].started(failure.epoch).get(failure.phase)
+        if (
+            failure.rank != exit_.rank
+            and failure.at > exit_.at
+            and began is not None
+            and began.at < exit_.at
+            and failure.phase in left
+            and is_gone_error(failure.attrs.get("error"))
+            and unrecovered(failure, facts) is not None
+        ):
+            why = (
+                f"rank {exit_.rank} exited in {exit_.phase} while rank {failure.rank} was still in "
+                f"{failure.phase}, which then failed: {failure.attrs.get('error')}"
+            )
+            return Finding.on(None, exit_, why, failure, strength=FAILED)
+    return None
 
 
 def _unheard(event: Any, facts: Facts) -> tuple[Name, ...]:

@@ -184,7 +184,7 @@ _ROWS: Final[tuple[tuple[str, str], ...]] = (
         "send",
         "transfer | send | broadcast | bcast | push | stream | put | isend | transmit | upload",
     ),
-    ("send", "write @weight|@bucket | nixl|rdma write|put | xfer"),
+    ("send", "write @weight|@bucket|@kv | nixl|rdma write|put | xfer"),
     (
         "receive",
         "receive | recv | load | pull | fetch | read | irecv | download | consume | prefetch",
@@ -196,6 +196,7 @@ _ROWS: Final[tuple[tuple[str, str], ...]] = (
     ("train", "train | training | backward | optimizer | optim | learner | fit | ppo | grpo | sft"),
     ("train", "forward backward | log prob|probs | logprob | logprobs"),
     ("decide", "decide | choose | select | decision | plan | resolve | negotiate"),
+    ("compute", "fill | pack | serialize"),
     ("compute", "compile | warmup | warm | jit | autotune | tune | eval | evaluate | validate"),
     ("compute", "save | checkpoint | quantize | postprocess | process weights | capture | build"),
     (
@@ -216,6 +217,10 @@ _TAG_WORDS: Final[tuple[tuple[str, str], ...]] = (
 
 _SPLIT: Final = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 _BUCKET: Final = re.compile(r"(?:^|_)(?:b|bucket|p|chunk|slot|buf|part)_?(\d+)$")
+# Who begins with a collective's name is one, whatever else it is about.
+_COLLECTIVE: Final = re.compile(
+    r"(all_?(reduce|gather|to_?all)|reduce_?scatter)(_|\Z)", re.IGNORECASE
+)
 _SUFFIXES: Final = ("ing", "ed", "es", "s", "e")
 
 
@@ -263,6 +268,8 @@ def meaning(phase: str) -> Meaning:
         if any(all(need & stems for need in way) for way in ways):
             action = name
             break
+    if _COLLECTIVE.match(phase):
+        action = "collective"
     part = "adapter" if stems & _ADAPTER else "base" if "bas" in stems else None
     return Meaning(
         action,

@@ -68,12 +68,14 @@ def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
         others = [other for other in meet.absent if other not in elsewhere]
         if any(meet.absent[other] in ("working", "silent") for other in others):
             continue
-        explained.update(wait.event.at for wait in meet.waits)
-        explained.update(event.at for event in elsewhere.values())
         kind = facts.header.kind
         across = not {kind(rank) for rank in elsewhere} & {kind(rank) for rank in meet.ranks}
         # Who waits where nobody meets has left the course of those who do.
         aside = all(event.action not in STEPS for event in elsewhere.values())
+        if across and aside and _is_served(elsewhere, waits):
+            continue
+        explained.update(wait.event.at for wait in meet.waits)
+        explained.update(event.at for event in elsewhere.values())
         guilty: tuple[Name, ...] = ()
         if aside or len(elsewhere) < len(meet.ranks):
             guilty = tuple(elsewhere)
@@ -174,6 +176,17 @@ def plans(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
                 )
             )
     return found
+
+
+def _is_served(elsewhere: dict[Name, Event], waits: Waits) -> bool:
+    """Whether somebody of another role is still at work, for whom those elsewhere may wait."""
+    kind = waits.facts.header.kind
+    kinds = {kind(rank) for rank in elsewhere} | {"controller"}
+    return any(
+        known.open and known.exit is None and rank not in waits.waiting_ranks
+        for rank, known in waits.facts.ranks.items()
+        if kind(rank) not in kinds
+    )
 
 
 def _where(elsewhere: dict[Name, Event]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from phasesync.audit.answer import FAILED, MISSING, SUSPECTED, Finding
 from phasesync.audit.events import Event, Name, of_epoch
-from phasesync.audit.facts import RankFacts, is_timeout, ranks_in
+from phasesync.audit.facts import RankFacts, is_timeout, of_later_epoch, ranks_in
 from phasesync.audit.rules.seen import Seen, lock_of
 from phasesync.audit.waits import Wait, Waits
 
@@ -54,7 +54,8 @@ def ctrl(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
     """R-CTRL: a command was dispatched and never started.
 
     Sees: a dispatch that still waits (or was cut) whose target, alive and with lines of its own,
-    has no start of that phase since. Cannot see: a command that has another name where it is
+    has no start of that phase since; a request that a gate of an epoch before keeps out is
+    R-RELEASE. Cannot see: a command that has another name where it is
     carried out, or a target without a line. Source: verl issue 7990.
     """
     found = []
@@ -86,9 +87,10 @@ def ctrl(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             for gate in shut[:3]
         )
         names = ", ".join(map(str, who))
+        left = never and len(shut) == len(never) and not opened and _is_request(sent, shut)
         found.append(
             Finding.on(
-                "R-CTRL" if never else "R-DUMPSET",
+                "R-RELEASE" if left else "R-CTRL" if never else "R-DUMPSET",
                 sent,
                 f"{sent.phase} was dispatched to {names} and never started there{busy}",
                 *opened[:4],
@@ -108,7 +110,9 @@ def release(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
 
     Sees: a lock that a rank holds, or a gate or pause that it closed, with a failure in that epoch
     and no release after it, and somebody who waits for the lock, or a later epoch that waits at the
-    gate. Cannot see: a lock that no line names. Sources: NeMo-RL PR 3612, SkyRL PR 2031.
+    gate; without a failure, a request that was sent to an engine whose pause of an epoch before
+    was never undone (`ctrl` sees it). Cannot see: a lock that no line names. Sources: NeMo-RL PR
+    3612, SkyRL PR 2031, AReaL PR 1181.
     """
     found = []
     facts = waits.facts
@@ -165,6 +169,11 @@ def _blocked(waits: Waits, holder: Name, name: str) -> Iterable[Wait]:
         for wait in waits.waits
         if wait.rank == holder and wait.cut is not None and wait.event.action in ("admit", "wait")
     ]
+
+
+def _is_request(sent: Event, shut: list[Event]) -> bool:
+    """Whether what was sent is work that a gate of an epoch before keeps out."""
+    return sent.action in ("admit", "serve") and all(of_later_epoch(sent, gate) for gate in shut)
 
 
 def _is_at_work(rank: RankFacts, sent: Event) -> bool:

@@ -44,9 +44,11 @@ class FenceEpoch:
     """R-EPOCH: a fence was left on arrivals of another epoch or call, or with too few.
 
     Sees: a rank that goes on before a member of that fence came (a member by `members`, by an
-    earlier call at which both met, or because a rank went on all alone); an `arrivals` count below
-    the members; a phase that ends with another identity than it began with. Cannot see: membership
-    of a fence that no line tells. Sources: checkpoint-engine issue 106, verl PR 7764.
+    earlier call at which both met, or because a rank went on all alone); a key of an earlier epoch
+    that let a part of its ranks through while the rest stand at another call of that fence; an
+    `arrivals` count below the members; a phase that ends with another identity than it began with.
+    Cannot see: membership of a fence that no line tells. Sources: checkpoint-engine issue 106, verl
+    PR 7764, PyTorch issue 135712.
     """
 
     rule = "R-EPOCH"
@@ -57,6 +59,7 @@ class FenceEpoch:
         self._calls: dict[tuple[object, ...], int] = {}
         self._met: dict[tuple[str, str], frozenset[Name]] = {}
         self._most: dict[tuple[str, str], float] = {}
+        self._keyed: dict[tuple[object, ...], tuple[int | None, frozenset[Name]]] = {}
         self._alone: set[int] = set()  # who went on all by itself, as far as lines tell
         self._found: list[Finding] = []
 
@@ -179,6 +182,7 @@ class FenceEpoch:
         if len(instance.arrived) == 1 and elsewhere:
             rank, other = elsewhere[0]
             instance.early[event.rank] = event
+            self._alone.add(event.at)
             self._found.append(
                 Finding.on(
                     "R-EPOCH",
@@ -188,12 +192,45 @@ class FenceEpoch:
                     other,
                 )
             )
+        elif self._is_left_over(event, source, name, instance, [rank for rank, _ in elsewhere]):
+            instance.early[event.rank] = event
         elif instance.ended.keys() == instance.arrived.keys():
             first = min(each.at for each in instance.ended.values())
             if len(instance.arrived) > 1 and all(
                 came.at < first for came in instance.arrived.values()
             ):
                 self._met[name] = self._met.get(name, frozenset()) | instance.arrived.keys()
+
+    def _is_left_over(
+        self,
+        event: Event,
+        start: Event,
+        name: tuple[str, str],
+        instance: _Instance,
+        elsewhere: list[Name],
+    ) -> bool:
+        """Whether a key of an earlier epoch let some of its ranks through, while the others stand
+        at another call.
+        """
+        identity = instance_of(start)
+        if not identity:
+            return False
+        key = (*name, *identity)
+        epoch, came = self._keyed.get(key, (event.epoch, frozenset[Name]()))
+        if epoch == event.epoch:
+            if len(self._keyed) > 4096:
+                self._keyed.pop(next(iter(self._keyed)))
+            self._keyed[key] = (epoch, came | instance.arrived.keys())
+            return False
+        others = [rank for rank in elsewhere if rank in came]
+        if not others or not came > instance.arrived.keys():
+            return False
+        self._report(
+            event,
+            f"ended on what {' '.join(identity)} was in epoch {epoch}, while rank "
+            f"{', '.join(map(str, others[:16]))} was at another call of it",
+        )
+        return True
 
     def _count(
         self,
@@ -229,8 +266,17 @@ class FenceEpoch:
             members = self._met.get((str(key[0]), str(key[1])))
             if members is None:
                 continue
-            found += self._never(instance, members, facts)
+            found += self._never(instance, members - self._beside(key), facts)
         return found
+
+    def _beside(self, key: tuple[object, ...]) -> frozenset[Name]:
+        """Who was at the same fence under another key: another part of the ranks has its own."""
+        return frozenset(
+            rank
+            for other, instance in self._open.items()
+            if other[:3] == key[:3] and other[3] != key[3]
+            for rank in instance.arrived
+        )
 
     def _never(self, instance: _Instance, members: Iterable[Name], facts: Facts) -> list[Finding]:
         """Ranks that went on although a usual member never came, and was alive elsewhere since."""

@@ -8,12 +8,14 @@ from phasesync.audit.answer import MISSING, Finding
 from phasesync.audit.events import Event, Name
 from phasesync.audit.facts import Facts, RankFacts
 from phasesync.audit.rules.seen import Seen
-from phasesync.audit.waits import Waits, named, version_of, waiters
+from phasesync.audit.waits import Meet, Waits, named, version_of, waiters
 
 __all__ = ("handshake",)
 
 # What is no part of any handshake.
 _SERVING: Final = ("serve", "life", "window")
+# What names one thing that is handed over once.
+_ONE_TIME: Final = ("ticket", "key", "call", "request")
 
 
 def handshake(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
@@ -21,8 +23,10 @@ def handshake(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
 
     Sees: open waits of two roles that name different versions; the side that skipped one (its
     epochs have a gap), else the counterpart of the earliest wait, is guilty. Or a send with no
-    receiver that ever came although it is alive and idle. Cannot see: a log that ends between the
-    offer and its answer from one that hangs there. Sources: prime-rl PR 1667.
+    receiver that ever came although it is alive and idle, or itself waits for those who wait for
+    it; or a rank that asks again for what it was given once. Cannot see: a log that ends between
+    the offer and its answer from one that hangs there. Sources: prime-rl PR 1667 and PR 3016, vLLM
+    PR 53250.
     """
     facts = waits.facts
     found = []
@@ -67,10 +71,17 @@ def handshake(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             continue
         if any(wait.event.at in explained for wait in meet.waits) or not meet.absent:
             continue
+        if (again := _asked_twice(meet, facts)) is not None:
+            explained.update(wait.event.at for wait in meet.waits)
+            found.append(again)
+            continue
+        absent = _other_side(meet, facts)
         lazy = [
             rank
-            for rank, state in meet.absent.items()
-            if state == "idle" or (state == "working" and _only_serves(facts.ranks[rank]))
+            for rank, state in absent.items()
+            if state == "idle"
+            or (state == "working" and _only_serves(facts.ranks[rank]))
+            or (state == "waiting" and _only_awaits(facts.ranks[rank], meet, waits))
         ]
         kinds = {facts.header.kind(rank) for rank in meet.ranks}
         lazy = [
@@ -79,15 +90,16 @@ def handshake(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             if facts.header.kind(rank) not in kinds
             and not any(
                 event.action in ("send", "receive")
-                or (event.at > meet.first.at and event.action not in _SERVING)
+                or (event.at > meet.first.at and event.action not in (*_SERVING, "wait"))
                 for event in facts.ranks[rank].started(meet.epoch).values()
             )
         ]
-        if not lazy or len(lazy) < len(meet.absent):
+        if not lazy or len(lazy) < len(absent):
             continue
         if len(facts.ranks) == len(meet.ranks):
             continue
         explained.update(wait.event.at for wait in meet.waits)
+        explained.update(each.event.at for rank in lazy for each in facts.ranks[rank].open)
         last = facts.ranks[lazy[0]].last
         found.append(
             Finding.on(
@@ -102,6 +114,59 @@ def handshake(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             )
         )
     return found
+
+
+def _asked_twice(meet: Meet, facts: Facts) -> Finding | None:
+    """A wait for what that rank has already had, and the other side has already given."""
+    wait = meet.first
+    identity = _identity(wait)
+    done = facts.ranks[wait.rank].finished(wait.epoch).get(wait.phase)
+    if len(meet.ranks) > 1 or not identity or done is None or done.at > wait.at:
+        return None
+    kinds = {facts.header.kind(wait.rank)}
+    given = [
+        event
+        for rank in meet.absent
+        for event in facts.ranks[rank].finished(wait.epoch).values()
+        if _identity(event) == identity and facts.header.kind(rank) not in kinds
+    ]
+    if _identity(done) != identity or not given:
+        return None
+    what = " ".join(f"{name} {value}" for name, value in identity)
+    why = f"rank {wait.rank} waits in {wait.phase} for {what}, which it has had already"
+    return Finding.on(
+        "R-HANDSHAKE", wait, why, done, *given[:2], strength=MISSING, waiting=facts.waiting()
+    )
+
+
+def _identity(event: Event) -> tuple[tuple[str, str], ...]:
+    return tuple((name, str(event.attrs[name])) for name in _ONE_TIME if name in event.attrs)
+
+
+def _other_side(meet: Meet, facts: Facts) -> dict[Name, str]:
+    """Who is awaited: where trainers are known, no controller sends weights on a group."""
+    kind = facts.header.kind
+    kinds = {kind(rank) for rank in meet.absent}
+    if meet.group is None or meet.action != "receive" or "trainer" not in kinds:
+        return meet.absent
+    return {rank: state for rank, state in meet.absent.items() if kind(rank) != "controller"}
+
+
+def _only_awaits(rank: RankFacts, meet: Meet, waits: Waits) -> bool:
+    """Whether a rank waits for work of those at the meet, and everybody else waits too: nobody is
+    left who could bring it.
+    """
+    facts = waits.facts
+    awaits = rank.open and all(each.event.action == "wait" for each in rank.open)
+    left = [
+        other
+        for other, known in facts.ranks.items()
+        if other not in waits.waiting_ranks
+        and known.exit is None
+        and facts.header.kind(other) != "controller"
+    ]
+    blocked = all(len(facts.ranks[each].open) == 1 for each in meet.ranks)
+    return bool(awaits) and not left and blocked
 
 
 def _one_side(ranks: Iterable[Name], facts: Facts) -> bool:

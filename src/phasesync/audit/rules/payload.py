@@ -9,6 +9,7 @@ from typing import Final
 from phasesync.audit.answer import Finding
 from phasesync.audit.events import Event, Name, of_epoch
 from phasesync.audit.facts import Facts, Open, group_of
+from phasesync.audit.ledgers import ALL, tags_of
 
 __all__ = ("Exclusive", "Lifetime")
 
@@ -115,21 +116,32 @@ class Lifetime:
 
     Sees: a rank frees (or reuses) a bucket while another rank is inside a load of that bucket that
     has its handle, or while its own transfer of it runs; a load that names the handle of a rank
-    which has freed it already. Cannot see: a consumer that logs no load. Sources: slime issue
-    1348, SGLang issue 6626.
+    which has freed it already; a slot that was filled with another bucket while the one before was
+    still read from it; an engine that releases tags which another one reads from it, and whose
+    read then does not end. Cannot see: a consumer that logs no load. Sources: slime issue
+    1348, SGLang issue 6626, SGLang PR 18646, verl PR 5619.
     """
 
     rule = "R-LIFETIME"
-    wants = frozenset({"free", "receive", "send", "write"})
+    wants = frozenset({"free", "receive", "send", "write", "compute", "release"})
 
     def __init__(self) -> None:
         self._freed: dict[tuple[Name, str, int | None], Event] = {}
         self._senders: dict[tuple[str, int | None], set[Name]] = {}
         self._guessed: set[int] = set()  # whose bucket it is follows from there being one sender
+        self._slots: dict[str, dict[Name, str]] = {}
+        self._under: list[tuple[Event, Event]] = []
         self._found: list[Finding] = []
 
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
-        if event.kind != "start" or len(self._found) >= _KEPT:
+        if len(self._found) + len(self._under) >= _KEPT:
+            return
+        if event.kind == "end" and start is not None and "slot" in start.event.attrs:
+            self._filled(event, start.event, facts)
+        if event.kind != "start" or event.action == "compute":
+            return
+        if event.action == "release":
+            self._unmapped(event, facts)
             return
         bucket = _bucket(event)
         if event.action == "send":
@@ -159,15 +171,56 @@ class Lifetime:
                     )
                     return
 
+    def _filled(self, event: Event, start: Event, facts: Facts) -> None:
+        """A slot holds another bucket now; whoever still reads the one before reads both.
+
+        A sender that waits inside its phase until the slot is free ends it only afterwards.
+        """
+        slot, bucket = str(start.attrs["slot"]), start.attrs.get("bucket")
+        if bucket is None or event.action in ("receive", "free"):
+            return
+        if len(self._slots) > 4096:
+            self._slots.pop(next(iter(self._slots)))
+        filled = self._slots.setdefault(slot, {})
+        before = filled.get(event.rank)
+        filled[event.rank] = str(bucket)
+        if before in (None, str(bucket)) or len(filled) > 1:
+            return  # Where several fill slots of that number, no line says whose is read.
+        for rank in facts.ranks.values():
+            for each in rank.opened("receive", "write") if rank.name != event.rank else ():
+                attrs = each.event.attrs
+                if _handles(each.event) is None:
+                    self._guessed.add(start.at)
+                elif not _names(each.event, event.rank):
+                    continue
+                if str(attrs.get("slot")) == slot and str(attrs.get("bucket")) == before:
+                    why = (
+                        f"rank {event.rank} filled slot {slot} with bucket {bucket} while rank "
+                        f"{rank.name} still read bucket {before} from it"
+                    )
+                    self._found.append(Finding.on("R-LIFETIME", start, why, each.event, event))
+                    return
+
+    def _unmapped(self, event: Event, facts: Facts) -> None:
+        """An engine lets go of memory that another one reads from it."""
+        tags = tags_of(event)
+        if not facts.tags.concerns(event):
+            return
+        for rank in facts.ranks.values():
+            for each in rank.opened("receive") if rank.name != event.rank else ():
+                theirs = tags_of(each.event)
+                alike = ALL in tags or bool(set(tags) & set(theirs))
+                if ALL not in theirs and alike and _names(each.event, event.rank):
+                    self._under.append((event, each.event))
+
     def _has(self, reader: Event, free: Event, bucket: str | None) -> bool:
         if reader is free or reader.action not in ("receive", "write", "send"):
             return False
         theirs = _bucket(reader)
         if reader.rank == free.rank:
             return reader.action == "send" and bucket is not None and theirs == bucket
-        handles = reader.attrs.get("handles", reader.attrs.get("sources"))
-        if isinstance(handles, list | tuple):
-            named = str(free.rank) in {str(handle).rpartition("/")[2] for handle in handles}
+        if isinstance(_handles(reader), list | tuple):
+            named = _names(reader, free.rank)
             return named and (bucket is None or theirs is None or theirs == bucket)
         if reader.action != "receive" or bucket is None or theirs != bucket:
             return False
@@ -180,7 +233,7 @@ class Lifetime:
         return reader.epoch == free.epoch and (own or shared)
 
     def _late_reader(self, event: Event, bucket: str | None) -> None:
-        handles = event.attrs.get("handles", event.attrs.get("sources"))
+        handles = _handles(event)
         if bucket is None or not isinstance(handles, list | tuple):
             return
         for handle in handles[:4096]:
@@ -199,12 +252,33 @@ class Lifetime:
                     return
 
     def finish(self, facts: Facts) -> list[Finding]:
-        return [
+        found = [
             finding.doubted(facts.silent(facts.header.kind(finding.guilty[0])))
             if finding.at in self._guessed and finding.guilty
             else finding
             for finding in self._found
         ]
+        for release, reader in self._under:
+            if facts.outcome(reader) != "good":
+                why = (
+                    f"rank {release.rank} entered {release.phase} while rank {reader.rank} was "
+                    f"still in {reader.phase}, which reads from it"
+                )
+                lost = facts.failures_after(release.at, [reader.rank])
+                found.append(Finding.on("R-LIFETIME", release, why, reader, *lost[:1]))
+        return found
+
+
+def _handles(reader: Event) -> object:
+    """From whom a phase reads, where it says so."""
+    return reader.attrs.get("handles", reader.attrs.get("sources"))
+
+
+def _names(reader: Event, rank: Name) -> bool:
+    """Whether a phase says that it reads from `rank`."""
+    handles = _handles(reader)
+    several = handles if isinstance(handles, list | tuple) else [handles]
+    return str(rank) in {str(handle).rpartition("/")[2] for handle in several}
 
 
 def _hashable(value: object) -> bool:

@@ -32,9 +32,10 @@ class Versions:
 
     Sees: a rank that serves a version below the one that it (or, for engines, the trainer's
     finished update) committed; a newcomer that serves below what all its peers serve, before its
-    first sync; `kv_version` below the version it is used with. Cannot see: which version is served
-    where no line says so, nor a lag that an asynchronous trainer allows. Sources: TRL issue 5312,
-    miles issue 1724, NeMo-RL PR 4018, lmdeploy issue 4917.
+    first sync; an engine that serves its first version on while a trainer, in turns with it, is two
+    further, with no update in between; `kv_version` below the version it is used with. Cannot see:
+    which version is served where no line says so, nor a lag that an asynchronous trainer allows.
+    Sources: TRL issue 5312, miles issue 1724, NeMo-RL PR 4018, lmdeploy issue 4917, verl PR 4248.
     """
 
     rule = "R-VERSION"
@@ -47,10 +48,13 @@ class Versions:
         self._own: dict[Name, tuple[float, Event]] = {}
         self._new: dict[Name, Event] = {}
         self._synced: set[Name] = set()
+        self._side_by_side = False  # somebody trained while somebody served
         self._found: list[Finding] = []
 
     def see(self, event: Event, start: Open | None, facts: Facts) -> None:
         version = version_number(event.attrs.get("version"))
+        if not self._side_by_side and event.kind == "start" and event.action in ("serve", "train"):
+            self._side_by_side = _meanwhile(event, facts)
         match event.action:
             case "serve":
                 if event.kind == "start" or (event.kind == "progress" and version is not None):
@@ -124,7 +128,7 @@ class Versions:
                 )
             )
             return
-        self._never_synced(event, version)
+        self._never_synced(event, version, facts)
         new = self._new.get(event.rank)
         if new is None or event.rank in self._synced:
             return
@@ -142,15 +146,22 @@ class Versions:
                 )
             )
 
-    def _never_synced(self, event: Event, version: float) -> None:
-        """Who trains and serves, and never wrote what it trained into what it serves."""
+    def _never_synced(self, event: Event, version: float, facts: Facts) -> None:
+        """Who serves what it began with, although it (or, in turns with it, a trainer) has trained
+        newer versions, and no update ever ran.
+        """
         own = self._own.get(event.rank)
+        if own is None and self._own and facts.header.kind(event.rank) == "engine":
+            own = max(self._own.values(), key=lambda each: each[0])
+            if self._side_by_side or facts.silent():
+                return  # An asynchronous trainer says by itself how far behind it serves.
         if own is None or event.rank in self._synced or version > own[0] - 2:
             return  # One step behind may be how it is meant.
         if self._served.get(event.rank) != version:
             return  # It changed, so something brings it new ones that no line tells of.
+        by = "itself" if own[1].rank == event.rank else f"by rank {own[1].rank}"
         why = (
-            f"rank {event.rank} serves version {version:g}, trained version {own[0]:g} itself, and"
+            f"rank {event.rank} serves version {version:g}, trained is version {own[0]:g} {by}, and"
         )
         self._found.append(
             Finding.on("R-VERSION", event, f"{why} no update ever ran there", own[1])
@@ -158,6 +169,12 @@ class Versions:
 
     def finish(self, facts: Facts) -> list[Finding]:
         return self._found
+
+
+def _meanwhile(event: Event, facts: Facts) -> bool:
+    """Whether serving and training overlap where `event` begins one of them."""
+    other = "train" if event.action == "serve" else "serve"
+    return any(rank.opened(other) for rank in facts.ranks.values() if rank.exit is None)
 
 
 def _version(start: Open | None) -> float | None:
