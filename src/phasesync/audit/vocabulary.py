@@ -323,7 +323,10 @@ _MEMORY: Final = _matcher(
 _HOST_MEMORY: Final = _matcher(
     r"node running low on memory|oom.?kill|host memory|host ram|cgroup|ray\.exceptions\.outofmemory"
 )
-_TIMEOUT: Final = _matcher(r"time.?d?.?out|deadline|watchdog|expired")
+_TIMEOUT: Final = _matcher(
+    r"time.?d?.?out|deadline|watchdog|expired|failed to (pass|reach|arrive|join)"
+    r"|(did not|didn.t|never) (pass|reach|arrive|join|come|answer|respond)|\bin \d+ ?ms\b"
+)
 _GONE: Final = _matcher(
     r"lost|kill|died|dead|exit|reset.by.peer|refused|segfault|sigkill|crash|preempt"
 )

@@ -25,6 +25,8 @@ _TERMS: Final = (
     "init_method",
     "dtype",
 )
+# On what all who are in one collective have to agree, or none of them comes out of it.
+_OPERANDS: Final = ("op", "reduce_op", "numel", "shape", "count", "dtype", "root", "src")
 # Where a rank that took another branch can be found waiting.
 _ASIDE: Final = STEPS | {"drain", "wait"}
 
@@ -100,16 +102,19 @@ def sameplan(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
 
 
 def joins(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
-    """R-SAMEPLAN: ranks join one group on different terms.
+    """R-SAMEPLAN: ranks join one group on other terms, or one collective with other operands.
 
-    Sees: all who wait for a group to be made, with another backend, size or address. Cannot see:
-    terms that no line names. Source: TRL PR 6787.
+    Sees: all who wait for a group to be made, with another backend, size or address; a collective
+    that everybody is in and nobody comes out of, with another size, type or root. Cannot see:
+    terms that no line names. Sources: TRL PR 6787, PyTorch issue 97191.
     """
     found = []
     for meet in waits.meets:
-        if meet.action != "init_group" or any(w.event.at in explained for w in meet.waits):
+        joint = meet.action == "collective" and not meet.absent
+        terms = _TERMS if meet.action == "init_group" else _OPERANDS if joint else ()
+        if any(w.event.at in explained for w in meet.waits):
             continue
-        for name in _TERMS:
+        for name in terms:
             sides: dict[str, list[Event]] = {}
             for wait in meet.waits:
                 if name in wait.event.attrs:

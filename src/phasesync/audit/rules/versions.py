@@ -4,6 +4,7 @@ Asynchronous trainers serve older weights on purpose; only a version that this r
 gone past, or a newcomer that never got one, is stale.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -24,6 +25,8 @@ _CLAIMS: Final = (
     "requested_version",
     "min_version",
 )
+# Of what there may be more than was expected: sizes, times, versions.
+_AMOUNT: Final = re.compile(r"byte|gib|gb|mib|mb|free|token|len|version|step|epoch|time|_m?s$")
 _KEPT: Final = 512
 
 
@@ -397,9 +400,10 @@ class Evidenced:
     """R-EVIDENCE: success was claimed, and its own figures say otherwise.
 
     Sees: at the end of a phase, `received_X` (or `loaded_X`, `actual_X`, `X`) that does not match
-    `expected_X`; 0 bytes where more than none was expected; a checksum that does not match; ranks
-    that report different checksums for one version. Cannot see: a success without figures, which
-    is why checksums are worth logging. Sources: tokenspeed issue 1373, verl delta_sharded.
+    `expected_X` (of what is counted, more is as wrong as less); 0 bytes where more than none was
+    expected; a checksum that does not match; ranks that report different checksums for one version.
+    Cannot see: a success without figures, which is why checksums are worth logging. Sources:
+    tokenspeed issue 1373, verl delta_sharded, verl PR 7762.
     """
 
     rule = "R-EVIDENCE"
@@ -481,6 +485,8 @@ def _mismatch(attrs: Mapping[str, Any], prefixes: tuple[str, ...]) -> str | None
             if (want == 1 and thing == "bytes" and got < 1) or (
                 not (want == 1 and thing == "bytes") and got < want
             ):
+                return f"{actual_name} is {got:g}, expected {want:g}"
+            if got > want > 0 and got.is_integer() and not _AMOUNT.search(thing):
                 return f"{actual_name} is {got:g}, expected {want:g}"
     for name in ("received_bytes", "received_tensors", "loaded_params", "loaded_tensors"):
         if number(attrs.get(name)) == 0 and f"expected_{name.partition('_')[2]}" not in attrs:
