@@ -184,11 +184,15 @@ def plans(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
 
 
 def _is_served(elsewhere: dict[Name, Event], waits: Waits) -> bool:
-    """Whether somebody of another role is still at work, for whom those elsewhere may wait."""
+    """Whether somebody of another role is still at work, or has no line, for whom those elsewhere
+    may wait.
+    """
     kind = waits.facts.header.kind
     kinds = {kind(rank) for rank in elsewhere} | {"controller"}
     return any(
-        known.open and known.exit is None and rank not in waits.waiting_ranks
+        (known.open or known.first is None)
+        and known.exit is None
+        and rank not in waits.waiting_ranks
         for rank, known in waits.facts.ranks.items()
         if kind(rank) not in kinds
     )
