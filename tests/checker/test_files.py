@@ -15,11 +15,13 @@ import pytest
 from phasesync.bench.check import MODELS
 from phasesync.checker import Report, Settings, check
 from phasesync.checker.mutants import without_fence
+from phasesync.checker.planted import Planted, planted_from_json
 from phasesync.checker.search import search
 from phasesync.checker.space import Space
 from phasesync.core.kernel import Faults
 from phasesync.core.model import Device
 from phasesync.core.plan import Plan, resolve
+from phasesync.errors import PlanError
 from phasesync.report.check_files import junit, sarif, written_test
 from phasesync.report.check_html import html
 from phasesync.report.check_promela import promela
@@ -93,13 +95,51 @@ def test_a_written_test_fails_until_the_protocol_is_mended(broken: Report, tmp_p
     pinned = check(load(tmp_path / "loose.yaml"), ranks=2, settings=QUICK).counterexample
     assert pinned is not None
     (tmp_path / "test_loose.py").write_text(written_test(pinned, str(tmp_path / "loose.yaml")))
+    _, text = outcomes(tmp_path)
+    assert "1 failed, 1 passed" in text, text
+
+
+def outcomes(folder: Path) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert "1 failed, 1 passed" in done.stdout, done.stdout
+    return done.returncode, done.stdout
+
+
+def test_written_tests_plant_what_was_planted_and_fail(tmp_path: Path) -> None:
+    """Without the mistake the same run is refused, or goes on."""
+    (tmp_path / "mine.yaml").write_text(find("colocated").read_text(encoding="utf-8"))
+    asked = {
+        "fence": Planted("without_fence", ("memory_released",)),
+        "waits": Planted("rescoped", ("asleep", "replica")),
+        "swap": Planted("swapped", ("offload", "resume_kv")),
+    }
+    for name, planted in asked.items():
+        said = "crash,fail" if name == "waits" else "none"
+        four = {"replica_size": 1} if name == "waits" else {}
+        report = check(
+            COLOCATED, ranks=2, options=four, mutate=planted.mutate, faults=said, settings=QUICK
+        )
+        case = report.counterexample
+        assert case is not None, name
+        text = written_test(case, "./mine.yaml", planted=planted)
+        (tmp_path / f"test_{name}.py").write_text(text)
+        mended = re.sub(r"(?m)^PLANTED: .*$", "PLANTED = None", text)
+        (tmp_path / f"test_{name}_mended.py").write_text(mended)
+    code, text = outcomes(tmp_path)
+    assert code == 1
+    assert "3 failed, 3 passed" in text, text
+    assert "waits for ever: trainer/1" in text
+    assert "never: kv_cache and staging together" in text
+
+
+@pytest.mark.parametrize("body", [3, {"how": "melted", "names": []}, {"how": "swapped"}])
+def test_a_mistake_that_is_none(body: object) -> None:
+    with pytest.raises(PlanError, match="is no mistake; mistakes are: without_fence"):
+        planted_from_json(body)
 
 
 def spin(model: str, folder: Path) -> tuple[int, int]:

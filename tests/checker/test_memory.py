@@ -38,7 +38,12 @@ def test_without_releases_it_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({}, "need capacity_gib and gib"),
+        ({}, "'gib' is missing"),
+        ([1], "memory figures are"),
+        ({"gib": GIB}, "capacity_gib is None"),
+        ({"capacity_gib": 80, "gib": GIB, "capacity": 8}, "no other keys"),
+        ({"capacity_gib": 80, "gib": {**GIB, "kv_cache": -1}}, "gib of kv_cache is -1"),
+        ({"capacity_gib": "80", "gib": GIB}, "capacity_gib is '80'"),
         ({"capacity_gib": 80, "gib": {**GIB, "kv": 1}}, "no resource 'kv'"),
         ({"capacity_gib": 80, "gib": {"kv_cache": 1}}, "no figure for: trainer_params"),
     ],

@@ -1,35 +1,13 @@
 """The command line as people and programs meet it: output, one-line errors, exit codes."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import orjson
 import pytest
 
 from phasesync import __version__
-from phasesync.cli import main
 
-
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    def call(*arguments: str) -> Said:
-        with pytest.raises(SystemExit) as caught:
-            main(list(arguments))
-        out, err = capsys.readouterr()
-        assert isinstance(caught.value.code, int)
-        return Said(caught.value.code, out, err)
-
-    return call
-
-
-Run = Callable[..., Said]
+from .conftest import Run
 
 
 def test_version_and_help(run: Run) -> None:

@@ -1,6 +1,8 @@
 """Runs by seed: what they cost, what faults do to them, what they answer."""
 
 import asyncio
+import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -71,7 +73,10 @@ def test_a_world_scope_waits_longer_when_one_rank_is_slow() -> None:
     }
     waits = {name: run.waits_s["memory_released"] for name, run in runs.items()}
     assert waits["world"] > 3 * waits["replica"]
-    assert compare(runs)[0].startswith("replica  ")
+    first, second, *fences = compare(runs)
+    assert first.startswith("replica  ")
+    assert "s an epoch" in second
+    assert any(each.startswith("  fence memory_released: ") for each in fences)
 
 
 def test_a_crash_breaks_and_the_others_recover() -> None:
@@ -101,12 +106,37 @@ def test_a_hang_ends_at_the_deadline_and_names_who_is_missing() -> None:
 
 def test_a_lost_arrival_ends_at_the_deadline() -> None:
     found = simulate(plan(2), faults=[parse_fault("drop:arrive@staged:1")])
-    assert found.broken == ["fence staged: somebody's arrival did not come in 300 s"]
+    assert found.broken == ["fence staged: trainer/1 did not come in 300 s"]
+
+
+def test_one_arrival_is_lost_and_the_next_epoch_is_whole() -> None:
+    """Whoever is meant: the first arrival at all. The other replica hears of it at the last fence,
+    and only waits for nothing where it is in the same one."""
+    found = simulate(plan(2), faults=[parse_fault("drop:arrive")], epochs=3)
+    assert found.broken == ["fence ready_for_weights: trainer/1 did not come in 600 s"]
+    assert (found.epochs_done, found.waiting, found.missed) == (2, [], [])
+
+
+def test_nobody_begins_an_epoch_beside_the_dead() -> None:
+    """They have recovered, and leave it to their supervisor, as real ranks do."""
+    found = simulate(plan(4), faults=[parse_fault("crash:3@offload")], epochs=3, record=True)
+    assert found.broken == ["trainer/3 died"]
+    assert found.notes == ["the run ends here, to be started again with another trainer/3"]
+    assert (found.epochs_done, found.waiting) == (0, [])
+    assert {m.rank for m in found.moments if (m.kind, m.name) == ("end", "reset")} == {0, 1, 2}
+    assert "begin" not in {moment.kind for moment in found.moments}
+    assert found.total_s < 60
+
+
+def test_a_fault_without_a_place_strikes_once() -> None:
+    found = simulate(plan(2), faults=[parse_fault("fail:1")], epochs=3)
+    assert found.broken == ["trainer/1 failed in load_back"]
+    assert found.epochs_done == 2
 
 
 def test_mixed_options_stop_at_the_plan_fence() -> None:
     found = simulate(plan(4), faults=[parse_fault("mixed:param_offload=false@2")])
-    assert found.broken == ["plan: trainer/2 holds another plan: param_offload=False"]
+    assert found.broken == ["plan: trainer/2 holds another plan: param_offload=false"]
     assert found.total_s == 0
 
 
@@ -136,11 +166,31 @@ def test_a_profile_is_fitted_from_journal_lines() -> None:
 
 
 def test_profiles_are_doubted() -> None:
-    assert profile_of({"phases": {"load": 3}}).span("load") == Span(3.0)
-    with pytest.raises(PlanError, match="a profile has no 'phase'"):
-        profile_of({"phase": {}})
-    with pytest.raises(PlanError, match="made of numbers"):
-        profile_of({"phases": {"load": "long"}})
+    assert profile_of({"phases": {"load": 3}}, plan(2)).span("load") == Span(3.0)
+    spread = profile_of({"phases": {"load": {"mean_s": 2, "spread": 0.5}}})
+    assert spread.span("load") == Span(2.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"phase": {}}, "the profile has no key 'phase'"),
+        ({"phases": {"load": "long"}}, "phase load is 'long'; a profile is made of numbers"),
+        ({"phases": {"load": -3}}, "phase load is -3"),
+        ({"phases": {"load": math.nan}}, "phase load is nan"),
+        ({"phases": {"load": True}}, "phase load is True"),
+        ({"phases": {"load": {"mean": 3}}}, "the phase load has no key 'mean'"),
+        ({"phases": {"load": {"spread": 3}}}, "mean_s of phase load is None"),
+        ({"phases": [3]}, "phases of a profile is an object"),
+        ({"phases": {"laod": 3}}, "the protocol has no phase 'laod'; it has: empty_cache"),
+        ({"phases": {"staged": 3}}, "the protocol has no phase 'staged'"),
+        ({"gib": {"kv": 3}}, "the protocol has no resource 'kv'; it has: kv_cache"),
+        ({"fence_s": math.inf}, "fence_s is inf"),
+    ],
+)
+def test_profiles_that_are_none(body: dict[str, object], says: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(says)):
+        profile_of(body, plan(2))
 
 
 def test_a_profile_is_fitted_from_the_journals_of_a_run(tmp_path: Path) -> None:
@@ -191,6 +241,10 @@ def test_a_fault_that_cannot_strike_is_said() -> None:
         simulate(plan(4), faults=[parse_fault("slow:9@load*8")])
     with pytest.raises(PlanError, match="no phase or fence 'offlaod'"):
         simulate(plan(4), faults=[parse_fault("crash:1@offlaod")])
+    with pytest.raises(PlanError, match="no fence 'offload'; it has: ready_for_weights"):
+        simulate(plan(4), faults=[parse_fault("drop:arrive@offload")])
+    with pytest.raises(PlanError, match="no phase 'staged'; it has: load_back"):
+        simulate(plan(4), faults=[parse_fault("fail:1@staged")])
     found = simulate(plan(4), faults=[parse_fault("fail:1@resume_weights")])
     assert found.missed == [
         "fail:1@resume_weights never struck; resume_weights is done by trainer/0, trainer/2"
@@ -240,7 +294,13 @@ def test_a_counterexample_replays_from_its_json() -> None:
         events_of(plan(2), [{"event": "leap", "rank": "trainer/0", "name": ""}])
 
 
-@pytest.mark.parametrize("text", ["crash", "crash:x", "slow:1*", "mixed:a@1", "melt:1@offload"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "crash", "crash:x", "slow:1*", "mixed:a@1", "melt:1@offload", "slow:1*0"),
+        *("crash:1@offload#0", "crash:1*2", "slow:1@load#2", "drop:leave", "drop:arrive@"),
+    ],
+)
 def test_faults_that_are_none(text: str) -> None:
     with pytest.raises(PlanError, match="is no fault"):
         parse_fault(text)

@@ -4,6 +4,7 @@ Without figures nothing is said of fit. With GiB a resource and a capacity a dev
 moment is found by looking at every one, not by adding up what a plan intends.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,19 +71,28 @@ def figures_of(plan: Plan, body: Mapping[str, Any]) -> Figures:
         PlanError: a resource is unknown or left out, or a value is no number.
     """
     names = [str(resource.name) for resource in plan.protocol.resources]
-    try:
-        gib = {str(name): float(value) for name, value in body["gib"].items()}
-        capacity = float(body["capacity_gib"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PlanError(
-            f"memory figures need capacity_gib and gib, a number a resource: {error!r}"
-        ) from error
+    if not isinstance(body, Mapping) or not body.keys() <= {"gib", "capacity_gib"}:
+        raise PlanError(f"{_SHAPE}; it has no other keys")
+    said = body.get("gib")
+    if not isinstance(said, Mapping):
+        raise PlanError(f"{_SHAPE}; 'gib' is missing")
+    gib = {str(name): _gib(f"gib of {name}", value) for name, value in said.items()}
+    capacity = _gib("capacity_gib", body.get("capacity_gib"))
     for name in gib:
         if name not in names:
             raise PlanError(f"no resource {name!r}; resources are: {', '.join(names)}")
     if missing := [name for name in names if name not in gib]:
         raise PlanError(f"gib has no figure for: {', '.join(missing)}")
     return Figures(gib=gib, capacity_gib=capacity)
+
+
+_SHAPE = 'memory figures are {"capacity_gib": 80, "gib": {RESOURCE: 40, ...}}'
+
+
+def _gib(what: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise PlanError(f"{_SHAPE}; {what} is {value!r}, and has to be a number, 0 or more")
+    return float(value)
 
 
 def peak(plan: Plan, figures: Figures, *, epochs: int = 1, budget: Budget = NO_BUDGET) -> Peak:

@@ -1,6 +1,7 @@
 """`phasesync check`: every interleaving, before a GPU is touched."""
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ import click
 from phasesync.cli.options import (
     BROKEN,
     OK,
+    SECONDS,
     UNDECIDED,
     as_json_option,
     option_values,
@@ -27,6 +29,7 @@ from phasesync.core.verdict import Holds, Undecided, Verdict, Violated
 
 if TYPE_CHECKING:
     from phasesync.checker.memory import Peak
+    from phasesync.checker.planted import Planted
     from phasesync.checker.report import Report
 
 __all__ = ("check",)
@@ -36,18 +39,31 @@ REST_S = 1.0
 #: More than a search of ten seconds sees; time and memory end it first.
 STATES_MAX = 20_000_000
 _FILE = click.Path(path_type=Path, dir_okay=False)
+#: Beyond this a plan alone, before anything is searched, takes longer than its time limit.
+RANKS = click.IntRange(1, 4096)
+#: What says something of one search, and nothing of a survey of mistakes.
+_NOT_WITH_MUTATE = (
+    *("ranks", "epochs", "faults", "without_fence", "swap", "scope", "show", "write_test"),
+    *("html", "sarif", "junit", "memory", "export", "no_symmetry", "no_por", "atomic", "apart"),
+)
 
 
 @click.command()
 @protocol_argument
-@click.option("--ranks", type=click.IntRange(1), help="Count ranks out, this many a role.")
+@click.option("--ranks", type=RANKS, help="Count ranks out, this many a role.")
 @click.option("--any-n/--no-any-n", default=True, help="Prove safety for any number of ranks.")
 @click.option("--epochs", type=click.IntRange(1), help="Epochs of an explicit search.")
 @click.option(
     "--faults",
     help="Of none, crash, fail, hang, restart, engine, lost, again, mixed.",
 )
-@click.option("--faults-most", default=1, show_default=True, help="Faults in one run, at most.")
+@click.option(
+    "--faults-most",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Faults in one run, at most.",
+)
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Pin an option.")
 @click.option("--without-fence", metavar="NAME", help="Take a fence's wait away.")
 @click.option("--swap", metavar="A,B", help="Let two steps change places.")
@@ -59,6 +75,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--apart", is_flag=True, help="A device for each rank, also of different roles.")
 @click.option(
     "--time-limit",
+    type=SECONDS,
     default=10.0,
     show_default=True,
     help="Seconds (for each mutation, with --mutate), then undecided.",
@@ -85,10 +102,11 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
     gc.set_threshold(100_000, 50, 50)
     declared = load(protocol)
     options = option_values(declared, given["options"])
-    if given["export"]:
+    if given["export"] and not mutate:
         click.echo(_promela(declared, given, options), nl=False)
         return OK
     if mutate:
+        _alone(given)
         found = survey(
             declared,
             options=options,
@@ -101,7 +119,8 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
         if any(not each.may_survive for each in found.survivors):
             return BROKEN
         return UNDECIDED if found.undecided else OK
-    change, name = _mutation(given)
+    planted = _planted(given)
+    change = planted.mutate if planted else None
     peak = _peak(declared, given, options, change, time_limit)
     report = ask(
         declared,
@@ -111,7 +130,7 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
         faults_most=given["faults_most"],
         epochs=given["epochs"],
         mutate=change,
-        mutation=name,
+        mutation=str(planted) if planted else None,
         settings=Settings(
             any_n=given["any_n"],
             symmetry=not given["no_symmetry"],
@@ -128,6 +147,15 @@ def check(protocol: str, *, as_json: bool, mutate: bool, time_limit: float, **gi
     _say_report(report, declared, given, peak, as_json)
     _write(report, protocol, declared, given)
     return BROKEN if peak is not None and not peak.fits else _code(report.verdict)
+
+
+def _alone(given: dict[str, Any]) -> None:
+    """`--mutate` has bounds of its own: what it would not heed is refused."""
+    if odd := [name for name in _NOT_WITH_MUTATE if given[name]]:
+        raise click.UsageError(
+            f"--mutate does not heed --{odd[0].replace('_', '-')}; it takes --option, "
+            "--time-limit and --json"
+        )
 
 
 def _held() -> int:
@@ -163,7 +191,13 @@ def _say_report(
     doubts = lint(declared)
     if as_json:
         memory = None if peak is None else peak.to_json()
-        more = {"memory": memory, "lint": [str(found) for found in doubts]}
+        planted = _planted(given)
+        more = {
+            "memory": memory,
+            "lint": [str(found) for found in doubts],
+            "planted": planted and planted.to_json(),
+            "apart": given["apart"],
+        }
         print_json(report.to_json() | more)
         return
     fit = () if peak is None else (peak.says(),)
@@ -205,10 +239,16 @@ def _write(report: "Report", protocol: str, declared: Protocol, given: dict[str,
         "sarif": lambda: wire.encode(sarif(report, declared, lint(declared))).decode() + "\n",
         "junit": lambda: junit(report),
     }
-    if (case := report.counterexample) is not None:
-        makers["write_test"] = lambda: written_test(case, protocol)
+    case = report.counterexample
+    if case is not None and isinstance(case.verdict, Violated) and case.verdict.path:
+        makers["write_test"] = lambda: written_test(
+            case,
+            _from_its_folder(protocol, given["write_test"]),
+            planted=_planted(given),
+            apart=given["apart"],
+        )
     elif given["write_test"] is not None:
-        click.echo("no counterexample, so no test is written", err=True)
+        click.echo("no run that goes wrong, so no test is written", err=True)
     for name, make in makers.items():
         path: Path | None = given[name]
         if path is not None:
@@ -216,14 +256,22 @@ def _write(report: "Report", protocol: str, declared: Protocol, given: dict[str,
             click.echo(f"{path}: written", err=True)
 
 
+def _from_its_folder(protocol: str, test: Path) -> str:
+    """A protocol's file as seen from the folder of a test; the name of a shipped one is a name."""
+    if not Path(protocol).is_file():
+        return protocol
+    path = os.path.relpath(protocol, test.absolute().parent)
+    return path if "." in path or "/" in path else f"./{path}"
+
+
 def _promela(protocol: Protocol, given: dict[str, Any], options: dict[str, OptionValue]) -> str:
     from phasesync.core.plan import resolve
     from phasesync.report.check_promela import promela
 
-    change, _ = _mutation(given)
+    planted = _planted(given)
     counts = {str(role): given["ranks"] or 2 for role in protocol.active_roles}
     plan = resolve(protocol, counts, options)
-    return promela(change(plan) if change else plan, given["epochs"] or 2)
+    return promela(planted.mutate(plan) if planted else plan, given["epochs"] or 2)
 
 
 def _code(verdict: Verdict) -> int:
@@ -236,22 +284,20 @@ def _code(verdict: Verdict) -> int:
             return UNDECIDED
 
 
-def _mutation(given: dict[str, Any]) -> tuple[Callable[..., Any] | None, str | None]:
-    """The one mutation that was asked for, and how to say it."""
-    from phasesync.checker.mutants import rescoped, swapped, without_fence
+def _planted(given: dict[str, Any]) -> "Planted | None":
+    """The one mistake that was asked for."""
+    from phasesync.checker.planted import Planted
 
     asked = [name for name in ("without_fence", "swap", "scope") if given[name]]
     if len(asked) > 1:
         raise click.UsageError("plant one mutation at a time: --without-fence, --swap or --scope")
     if not asked:
-        return None, None
+        return None
     text = given[asked[0]]
     match asked[0]:
         case "without_fence":
-            return without_fence(text), f"without fence {text}"
+            return Planted("without_fence", (text,))
         case "swap":
-            one, two = pair_of(text, ",", "--swap A,B")
-            return swapped(one, two), f"{one} and {two} swapped"
+            return Planted("swapped", pair_of(text, ",", "--swap A,B"))
         case _:
-            fence, scope = pair_of(text, "=", "--scope NAME=SCOPE")
-            return rescoped(fence, scope), f"{fence} with scope {scope}"
+            return Planted("rescoped", pair_of(text, "=", "--scope NAME=SCOPE"))

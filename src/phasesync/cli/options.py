@@ -1,5 +1,6 @@
 """What the commands share: exit codes, options, and how a value is printed for programs."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ __all__ = (
     "BROKEN",
     "INTERRUPTED",
     "OK",
+    "SECONDS",
     "UNDECIDED",
     "USAGE",
     "as_json_option",
@@ -26,6 +28,19 @@ __all__ = (
 )
 
 OK, BROKEN, USAGE, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+class _Seconds(click.FloatRange):
+    """More than none; `inf` is without end."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value} is no number of seconds.", param, ctx)
+        return found
+
+
+SECONDS = _Seconds(0, min_open=True)
 
 as_json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON value instead."

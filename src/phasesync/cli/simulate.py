@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 __all__ = ("simulate",)
 
 _FILE = click.Path(path_type=Path)
+#: Each takes some kilobytes and, of `colocated`, a millisecond an epoch.
+RANKS = click.IntRange(1, 65_536)
 
 
 @click.command()
 @protocol_argument
-@click.option("--ranks", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--ranks", type=RANKS, default=4, show_default=True)
 @click.option("--epochs", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--seed", default=0, show_default=True, help="The same seed is the same run.")
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Pin an option.")
@@ -138,6 +140,8 @@ def _say(found: Any) -> None:
         click.echo(f"broken: {line}")
     for line in found.waiting:
         click.echo(f"waits for ever: {line}")
+    for line in found.notes:
+        click.echo(line)
 
 
 def _profile(path: Path, plan: "Plan") -> "Profile":
@@ -148,7 +152,7 @@ def _profile(path: Path, plan: "Plan") -> "Profile":
         body = read_json(path)
         if not isinstance(body, dict):
             raise click.UsageError(f'{path} must be an object: {{"phases": {{"load": 3.5}}}}')
-        return profile_of(body)
+        return profile_of(body, plan)
     journals = (
         line.data
         for source in logs.sources([path])
@@ -181,15 +185,25 @@ def _replayed(protocol: str, path: Path, change: "Callable[[Plan], Plan]") -> in
 
 
 def _run_of(protocol: str, report: Any, path: Path) -> "tuple[Plan, dict[str, Any]]":
-    from phasesync.core.plan import resolve
+    """The shortest run of a report, and the plan that it is of: what was planted is so again."""
+    from phasesync.checker.planted import plan_of, planted_from_json
     from phasesync.spec import load
 
     cases = report.get("cases", ()) if isinstance(report, dict) else ()
-    broken = [case for case in cases if case.get("path")]
+    broken = [case for case in cases if isinstance(case, dict) and case.get("path")]
     if not broken:
         raise click.UsageError(f"{path} has no run; write one with: phasesync check ... --json")
     case = min(broken, key=lambda each: len(each["path"]))
     declared = load(protocol)
-    counts = {str(role): int(case["ranks"]) for role in declared.active_roles}
-    plan = resolve(declared, counts, dict(case["options"]))
-    return plan, case
+    try:
+        plan = plan_of(
+            declared,
+            {str(role): int(case["ranks"]) for role in declared.active_roles},
+            dict(case["options"]),
+            planted=planted_from_json(report.get("planted")),
+            apart=bool(report.get("apart")),
+            mixed="mixed" in case["faults"],
+        )
+        return plan, {"path": case["path"], "epochs": int(case["epochs"])}
+    except (KeyError, TypeError, ValueError) as error:
+        raise click.UsageError(f"{path} is no report of check --json: {error!r}") from None

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import quoteattr
 
 from phasesync import __version__
+from phasesync.checker.planted import Planted
 from phasesync.checker.report import Case, Report
 from phasesync.core.protocol import Protocol
 from phasesync.core.verdict import Holds, Undecided, Violated
@@ -162,32 +163,41 @@ def _drawn(case: Case, broken: Violated) -> tuple[str, ...]:
 
 _TEST = '''"""{title}
 
-Written by `phasesync check`. The run must not be possible: mend the protocol, and this passes.
+Written by `phasesync check`: {how}.
 """
 
-from phasesync.core.plan import resolve
+{imports}from phasesync.checker.planted import Planted, plan_of
 from phasesync.errors import Refused
-from phasesync.simulator import events_of, replay
+from phasesync.simulator import events_of, replay, stuck
 from phasesync.spec import load
 
+PROTOCOL = {protocol}
+RANKS = {ranks}
 OPTIONS = {options}
+# With None the protocol is asked as it is.
+PLANTED: Planted | None = {planted}
 PATH = [
 {path}
 ]
 
 
 def test_{name}() -> None:
-    plan = resolve(load({protocol!r}), {ranks}, OPTIONS)
+    plan = plan_of(load(PROTOCOL), RANKS, OPTIONS, planted=PLANTED{settings})
     try:
-        _, broken = replay(plan, events_of(plan, PATH))
+        systems, broken = replay(plan, events_of(plan, PATH))
     except Refused:
         return
     assert not broken, "; ".join(f"{{each.property}}: {{each.says}}" for each in broken)
+    waiting = stuck(plan, systems[-1], {epochs})
+    assert not waiting, f"waits for ever: {{', '.join(map(str, waiting))}}"
 '''
 
 
-def written_test(case: Case, protocol: str) -> str:
-    """A counterexample as a test that fails while the protocol allows it."""
+def written_test(
+    case: Case, protocol: str, *, planted: Planted | None = None, apart: bool = False
+) -> str:
+    """A counterexample as a test that fails while the protocol, with what was `planted` in it,
+    allows the run; `protocol` is a name, or a path from the folder of the test."""
     assert isinstance(case.verdict, Violated)
     assert case.plan is not None
     plan, broken = case.plan, case.verdict
@@ -199,11 +209,18 @@ def written_test(case: Case, protocol: str) -> str:
         f'"name": "{event.name}"}},'
         for event in broken.path
     ]
+    is_file = "/" in protocol or "." in protocol
+    how = f"a run of the protocol, {planted}" if planted else "mend the protocol, and this passes"
     return _TEST.format(
         title=f"{broken.property}: {broken.says}."[:98],
+        how=how,
+        imports="from pathlib import Path\n\n" if is_file else "",
+        protocol=f"Path(__file__).parent / {protocol!r}" if is_file else repr(protocol),
+        ranks=repr(counts),
         options=repr(dict(case.options)),
+        planted=repr(planted),
         path="\n".join(steps),
         name=f"{plan.protocol.name}_{broken.property}".replace("-", "_"),
-        protocol=protocol,
-        ranks=repr(counts),
+        settings=", apart=True" * apart + ", mixed=True" * ("mixed" in case.faults),
+        epochs=case.epochs,
     )

@@ -2,7 +2,7 @@
 
 from phasesync.simulator.faults import Fault, parse_fault, parse_faults
 from phasesync.simulator.profile import Profile, Span, fit, profile_of
-from phasesync.simulator.replay import events_of, replay
+from phasesync.simulator.replay import events_of, replay, stuck
 from phasesync.simulator.run import Simulated, compare, simulate
 
 __all__ = (
@@ -18,4 +18,5 @@ __all__ = (
     "profile_of",
     "replay",
     "simulate",
+    "stuck",
 )

@@ -44,10 +44,16 @@ class Fault:
             return False
         return self.kind == "slow" or self.turn == turn
 
+    @property
+    def change(self) -> str:
+        """The option that a rank has another value of, as it is written."""
+        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
+        return f"{self.option}={value}"
+
     def __str__(self) -> str:
         match self.kind:
             case "mixed":
-                return f"mixed:{self.option}={str(self.value).lower()}@{self.rank}"
+                return f"mixed:{self.change}@{self.rank}"
             case "drop":
                 at = f"@{self.place}" if self.place else ""
                 return f"drop:arrive{at}" + (f":{self.rank}" if self.rank is not None else "")
@@ -65,6 +71,7 @@ def parse_fault(text: str) -> Fault:
         PlanError: it is none.
     """
     if found := _PLAIN.fullmatch(text):
+        _doubted(text, found)
         return Fault(
             kind=found["kind"],
             rank=int(found["rank"]),
@@ -86,6 +93,16 @@ def parse_fault(text: str) -> Fault:
         f"{text!r} is no fault; write KIND:RANK@PLACE, as in crash:3@offload, slow:2@load*8, "
         "fail:1@resume_kv, hang:0, drop:arrive@staged:1, mixed:param_offload=false@2"
     )
+
+
+def _doubted(text: str, found: re.Match[str]) -> None:
+    """What can be written and would do nothing."""
+    if found["factor"] is not None and found["kind"] != "slow":
+        raise PlanError(f"{text!r} is no fault: only slow:RANK*FACTOR takes a factor")
+    if found["factor"] is not None and float(found["factor"]) <= 0:
+        raise PlanError(f"{text!r} is no fault: the factor has to be more than 0")
+    if found["turn"] is not None and (int(found["turn"]) < 1 or found["kind"] == "slow"):
+        raise PlanError(f"{text!r} is no fault: #1 is the first turn, and slow is so in every one")
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:

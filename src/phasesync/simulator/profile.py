@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phasesync.core.plan import Act, Plan
-from phasesync.core.protocol import Verb
+from phasesync.core.protocol import PhaseDecl, Verb
 from phasesync.errors import PlanError
 
 __all__ = ("Profile", "Span", "fit", "profile_of")
@@ -44,32 +44,59 @@ class Profile:
         return self.phases.get(phase, self.default)
 
 
-def profile_of(body: Mapping[str, Any]) -> Profile:
+def profile_of(body: Mapping[str, Any], plan: Plan | None = None) -> Profile:
     """A profile from plain values: `{"phases": {"load": 3.5, ...}, "gib": {...}}`.
 
+    With a plan, phases and resources have to be some of its own.
+
     Raises:
-        PlanError: a key is unknown or a value is no number.
+        PlanError: a key is unknown, or a value is no number of 0 or more.
     """
     known = {"phases", "default", "fence_s", "notice_s", "gib"}
-    for key in body:
-        if key not in known:
-            raise PlanError(f"a profile has no {key!r}; it has: {', '.join(sorted(known))}")
-    try:
-        return Profile(
-            phases={name: _span(value) for name, value in body.get("phases", {}).items()},
-            default=_span(body.get("default", {"mean_s": 1.0, "spread": 0.1})),
-            fence_s=float(body.get("fence_s", 0.002)),
-            notice_s=float(body.get("notice_s", 0.5)),
-            gib={name: float(value) for name, value in body.get("gib", {}).items()},
+    _known("profile", "key", body, known)
+    phases, gib = (_mapping(key, body.get(key, {})) for key in ("phases", "gib"))
+    if plan is not None:
+        steps = (*plan.protocol.steps, *plan.protocol.recover)
+        _known(
+            "protocol", "phase", phases, {str(s.name) for s in steps if isinstance(s, PhaseDecl)}
         )
-    except (TypeError, ValueError, AttributeError) as error:
-        raise PlanError(f"a profile is made of numbers: {error}") from error
+        _known("protocol", "resource", gib, {str(each.name) for each in plan.protocol.resources})
+    return Profile(
+        phases={name: _span(f"phase {name}", value) for name, value in phases.items()},
+        default=_span("default", body.get("default", {"mean_s": 1.0, "spread": 0.1})),
+        fence_s=_number("fence_s", body.get("fence_s", 0.002)),
+        notice_s=_number("notice_s", body.get("notice_s", 0.5)),
+        gib={name: _number(f"gib of {name}", value) for name, value in gib.items()},
+    )
 
 
-def _span(value: Any) -> Span:
-    if isinstance(value, Mapping):
-        return Span(float(value["mean_s"]), float(value.get("spread", 0.0)))
-    return Span(float(value))
+def _known(what: str, kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+    for name in names:
+        if name not in known:
+            have = ", ".join(sorted(known))
+            raise PlanError(f"the {what} has no {kind} {name!r}; it has: {have}")
+
+
+def _mapping(key: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise PlanError(f"{key} of a profile is an object, a number a name; it is {value!r}")
+    return value
+
+
+def _number(what: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise PlanError(f"{what} is {value!r}; a profile is made of numbers, 0 or more")
+    return float(value)
+
+
+def _span(what: str, value: Any) -> Span:
+    if not isinstance(value, Mapping):
+        return Span(_number(what, value))
+    _known(what, "key", value, {"mean_s", "spread"})
+    return Span(
+        _number(f"mean_s of {what}", value.get("mean_s")),
+        _number(f"spread of {what}", value.get("spread", 0.0)),
+    )
 
 
 def fit(

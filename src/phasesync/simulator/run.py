@@ -7,7 +7,8 @@ cheap; a fence opens when its last member has come, and breaks for the reasons t
 
 import heapq
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,12 +22,24 @@ from phasesync.core.kernel import (
     next_step,
 )
 from phasesync.core.plan import Act, Plan, Wait, resolve
-from phasesync.core.protocol import Verb
+from phasesync.core.protocol import FenceDecl, PhaseDecl, Verb
 from phasesync.errors import PlanError
 from phasesync.simulator.faults import Fault
 from phasesync.simulator.profile import Profile
 
 __all__ = ("Moment", "Simulated", "compare", "simulate")
+
+
+#: Faults of who does a phase or comes to a fence; others are of a message, or of a plan.
+_AT_A_PLACE = frozenset(("crash", "fail", "hang", "slow"))
+
+
+#: Where a fault strikes, if not at phases and fences.
+_PLACES: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    "fail": ("phase", (PhaseDecl,)),
+    "slow": ("phase", (PhaseDecl,)),
+    "drop": ("fence", (FenceDecl,)),
+}
 
 
 class Moment(NamedTuple):
@@ -54,6 +67,7 @@ class Simulated:
     broken: list[str] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
 
     @property
@@ -77,16 +91,18 @@ class Simulated:
             "broken": self.broken,
             "waiting": self.waiting,
             "missed": self.missed,
+            "notes": self.notes,
         }
 
 
 class _Fence:
-    """One fence instance: how many have come, who waits, and since when."""
+    """One fence instance: how many have come, who waits, since when, and whose arrival is lost."""
 
-    __slots__ = ("arrived", "broken", "opened", "waiting")
+    __slots__ = ("arrived", "broken", "lost", "opened", "waiting")
 
     def __init__(self) -> None:
         self.arrived = 0
+        self.lost: set[int] = set()
         self.opened = False
         self.broken = ""
         self.waiting: dict[int, float] = {}
@@ -114,10 +130,11 @@ def simulate(
 def _doubted(plan: Plan, fault: Fault) -> None:
     if fault.rank is not None and fault.rank >= len(plan.members):
         raise PlanError(f"{fault}: there is no rank {fault.rank}; there are {len(plan.members)}")
-    places = [*plan.protocol.steps, *plan.protocol.recover]
-    names = dict.fromkeys(str(step.name) for step in places)
+    steps = [*plan.protocol.steps, *plan.protocol.recover]
+    kind, kinds = _PLACES.get(fault.kind, ("phase or fence", (PhaseDecl, FenceDecl)))
+    names = dict.fromkeys(str(step.name) for step in steps if isinstance(step, kinds))
     if fault.place and fault.place not in names:
-        raise PlanError(f"{fault}: no phase or fence {fault.place!r}; it has: {', '.join(names)}")
+        raise PlanError(f"{fault}: no {kind} {fault.place!r}; it has: {', '.join(names)}")
 
 
 def _who_does(plan: Plan, place: str) -> str:
@@ -157,6 +174,8 @@ class _Run:
         self.turns: dict[tuple[int, str], int] = {}
         self.struck: set[Fault] = set()
         self.dead: set[int] = set()
+        self.gone: set[int] = set()  # The dead that are known to be: they have to be replaced.
+        self.through: Counter[int] = Counter()  # How many ranks came to the end of an epoch.
         self.stuck: set[int] = set()
         self.width = len(plan.protocol.resources)
         self.gib = [profile.gib.get(each.name, 0.0) for each in plan.protocol.resources]
@@ -204,7 +223,7 @@ class _Run:
             other = resolve(self.plan.protocol, counts, options)
             if other.digest != self.plan.digest:
                 who = self.plan.members[fault.rank]
-                return f"plan: {who} holds another plan: {fault.option}={fault.value}"
+                return f"plan: {who} holds another plan: {fault.change}"
         return None
 
     def _go(self, rank: int) -> None:
@@ -213,9 +232,9 @@ class _Run:
         if rank in self.dead or rank in self.stuck:
             return
         if state.status is Status.FINISHED:
-            if state.stage is Stage.EPOCH and state.epoch <= self.epochs:
-                self.found.epochs_done = max(self.found.epochs_done, state.epoch)
-            if state.epoch < self.epochs:
+            if state.stage is Stage.EPOCH:
+                self.through[state.epoch] += 1
+            if state.epoch < self.epochs and not self.gone:
                 self._move(rank, Kind.BEGIN, "")
                 self._at(self.now, rank, "go")
             return
@@ -265,7 +284,9 @@ class _Run:
 
     def _faults(self, rank: int, place: str) -> list[Fault]:
         turn = self.turns[rank, place] = self.turns.get((rank, place), 0) + 1
-        hits = [fault for fault in self.faults if fault.hits(rank, place, turn)]
+        here = (each for each in self.faults if each.kind in _AT_A_PLACE)
+        new = (each for each in here if each.kind == "slow" or each not in self.struck)
+        hits = [fault for fault in new if fault.hits(rank, place, turn)]
         self.struck.update(hits)
         return hits
 
@@ -332,24 +353,21 @@ class _Run:
         fence.waiting[rank] = self.now
         self._at(self.now + wait.deadline_s, rank, "deadline")
         if self._dropped(rank, wait.fence):
+            fence.lost.add(rank)
             return
         fence.arrived += 1
         if fence.arrived >= self._needed(state, wait):
             self._open(fence, wait)
 
     def _dropped(self, rank: int, fence: str) -> bool:
-        """Whether this arrival gets lost: the first of the rank at the fence does."""
-        if self.turns.get((rank, f"drop {fence}")):
-            return False
-        drops = [
-            fault
-            for fault in self.faults
-            if fault.kind == "drop" and fault.rank in (None, rank) and fault.place in ("", fence)
-        ]
-        self.struck.update(drops)
-        if drops:
-            self.turns[rank, f"drop {fence}"] = 1
-        return bool(drops)
+        """Whether this arrival gets lost: the first that a fault means does."""
+        for fault in self.faults:
+            if fault.kind != "drop" or fault in self.struck:
+                continue
+            if fault.rank in (None, rank) and fault.place in ("", fence):
+                self.struck.add(fault)
+                return True
+        return False
 
     def _needed(self, state: RankState, wait: Wait) -> int:
         members = self.plan.scopes[wait.scope].members
@@ -388,8 +406,9 @@ class _Run:
             return
         self.found.total_s = max(self.found.total_s, self.now)
         members = self.plan.scopes[wait.scope].members
-        missing = [str(self.plan.members[m]) for m in members if m not in fence.waiting]
-        said = ", ".join(missing[:4]) or "somebody's arrival"
+        here = fence.waiting.keys() - fence.lost
+        missing = [str(self.plan.members[member]) for member in members if member not in here]
+        said = ", ".join(missing[:4]) + ", ..." * (len(missing) > 4)
         self._break(fence, f"fence {wait.fence}: {said} did not come in {wait.deadline_s:g} s")
 
     def _break(self, fence: _Fence, why: str) -> None:
@@ -419,6 +438,7 @@ class _Run:
         self._at(self.now + self.profile.notice_s, rank, "notice")
 
     def _notice(self, rank: int) -> None:
+        self.gone.add(rank)
         state = self.states[rank]
         why = f"{self.plan.members[rank]} died"
         for wait in fences_left(self.plan, rank, state):
@@ -430,6 +450,11 @@ class _Run:
             self.found.moments.append(Moment(self.now, rank, str(kind), name))
 
     def _finish(self) -> None:
+        whole = len(self.plan.members)
+        self.found.epochs_done = sum(through == whole for through in self.through.values())
+        if self.gone and self.found.epochs_done < self.epochs:
+            who = ", ".join(str(self.plan.members[rank]) for rank in sorted(self.gone)[:4])
+            self.found.notes.append(f"the run ends here, to be started again with another {who}")
         for fault in self.faults:
             if fault not in self.struck and fault.kind != "mixed":
                 does = f"; {fault.place} is done by {_who_does(self.plan, fault.place)}"
@@ -448,10 +473,34 @@ class _Run:
     }
 
 
+#: What-ifs name so many fences at which most has changed, if it is a hundredth of all waiting.
+_FENCES_SHOWN = 3
+
+
 def compare(runs: Mapping[str, Simulated]) -> tuple[str, ...]:
-    """What-ifs side by side: seconds in all and seconds waited, one line a run."""
+    """What-ifs side by side: seconds in all, an epoch and waited, a line a run; below each after
+    the first, the fences at which the waiting differs most from the first."""
     width = max(map(len, runs), default=0)
-    return tuple(
-        f"{name:<{width}}  {run.total_s:9.2f} s in all, {run.waited_s:12.2f} s waited"
-        for name, run in runs.items()
-    )
+    lines: list[str] = []
+    first: Simulated | None = None
+    for name, run in runs.items():
+        each = run.total_s / run.epochs_done if run.epochs_done else None
+        step = "no epoch whole" if each is None else f"{each:.2f} s an epoch"
+        lines.append(
+            f"{name:<{width}}  {run.total_s:9.2f} s in all, {step}, {run.waited_s:12.2f} s waited"
+        )
+        if first is not None:
+            lines += _differences(first, run)
+        first = first or run
+    return tuple(lines)
+
+
+def _differences(before: Simulated, after: Simulated) -> Iterator[str]:
+    """The fences at which most has changed."""
+    one, two = before.waits_s, after.waits_s
+    change = {name: two.get(name, 0.0) - one.get(name, 0.0) for name in {**one, **two}}
+    least = 0.01 * max(before.waited_s, after.waited_s, 1e-9)
+    for name in sorted(change, key=lambda each: -abs(change[each]))[:_FENCES_SHOWN]:
+        if abs(change[name]) >= least:
+            was, now = one.get(name, 0.0), two.get(name, 0.0)
+            yield f"  fence {name}: {was:.2f} -> {now:.2f} s waited"
