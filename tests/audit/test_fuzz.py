@@ -239,7 +239,8 @@ def test_a_plan_line_with_an_odd_field_is_answered(tmp_path: Path, name: str) ->
     path = made(tmp_path / "run", ranks=2, epochs=1)[0]
     found = [json.loads(line) for line in path.read_text().splitlines()]
     plan = next(line for line in found if line["event"] == "plan")
-    for value in (None, [], {}, "", -1, [None], [[]], "x/y", {"a": 1}, 10**30):
+    odd: tuple[Any, ...] = (None, [], {}, "", -1, [None], [[]], "x/y", {"a": 1}, 10**30)
+    for value in odd:
         plan[name] = value
         path.write_text("".join(json.dumps(line) + "\n" for line in found))
         for answer in audit_paths([path.parent]):

@@ -6,6 +6,7 @@ reported and left out.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, Final, Protocol
 
 from phasesync.audit.answer import NOTE, SUSPECTED, Evidence, Finding
@@ -145,7 +146,12 @@ def _says_failed(attrs: Mapping[str, Any], action: str) -> bool:
 
 
 class Trace:
-    """The events of one trace file, read as they come; `problems` grows beside them."""
+    """The events of one run in a trace file, read as they come; `problems` grows beside them.
+
+    A file may hold several runs, each with its first line. One of the same name begins another run
+    only where a rank speaks again that has spoken: else the files of one run's ranks were put
+    together. `rest` is what is left for the next run.
+    """
 
     def __init__(
         self, file: str, lines: Iterable[RawLine], vocabulary: Mapping[str, str] | None = None
@@ -158,6 +164,8 @@ class Trace:
         self._counts: dict[str, int] = {}
         self._torn: Evidence | None = None
         self._joint: set[str] = set()
+        self._said: Mapping[str, Any] = {}
+        self.rest: Iterable[RawLine] | None = None
         self.header = self._header()
 
     def _header(self) -> Header:
@@ -174,6 +182,7 @@ class Trace:
                 self._note(
                     line, f"trace format {text_of(version, 20)}; this reader knows {_VERSION}"
                 )
+            self._said = line.data
             return header_of(line.data, self._vocabulary)
         return Header(vocabulary=dict(self._vocabulary or {}))
 
@@ -181,6 +190,8 @@ class Trace:
         """The events, in the order of the file."""
         at = 0
         known = set(self.header.ranks)
+        spoke: set[Name] = set()
+        again: RawLine | None = None
         means = self.header.means
         for line in self._rest():
             data = line.data
@@ -188,21 +199,39 @@ class Trace:
                 self._note(line, line.problem or "unreadable")
                 continue
             if "trace" in data and "event" not in data:
-                self._note(line, "a second header: two runs in one file")
+                if self._is_another(data):
+                    self._leave(line)
+                    return
+                again = line
                 continue
             event = self._event(at, line, data, means)
             if event is None:
                 continue
+            if again is not None:
+                if event.rank in spoke:
+                    self._leave(again, line)
+                    return
+                self._note(again, "the first line once more: several files of one run in one")
+                again = None
+            spoke.add(event.rank)
             if known and event.rank not in known:
                 known.add(event.rank)
                 self._note(line, f"rank {event.rank} is not in the header")
             at += 1
             yield event
 
+    def _is_another(self, said: Mapping[str, Any]) -> bool:
+        """Whether a first line is of a run that this one is not."""
+        return any(said.get(name) != self._said.get(name) for name in ("name", "run"))
+
+    def _leave(self, *lines: RawLine) -> None:
+        """Leave `lines`, and all that comes after them, to the next run."""
+        self._note(lines[0], "another run begins here, and is judged apart")
+        self.rest = chain(lines, self._lines)
+
     def _rest(self) -> Iterator[RawLine]:
-        if self._first is not None:
-            yield self._first
-        yield from self._lines
+        """The lines after the first. (No generator: closing one would close what is left.)"""
+        return chain(() if self._first is None else (self._first,), self._lines)
 
     def _event(
         self, at: int, line: RawLine, data: dict[str, Any], means: Callable[[str], Any]

@@ -164,14 +164,15 @@ def import_(
 ) -> None:
     """Make a trace from logs of systems that do not run phasesync.
 
-    KIND is verl, ray, vllm, sglang, torchrun, flight-recorder, py-spy or text.
+    KIND is verl, ray, vllm, sglang, torchrun, flight-recorder, py-spy or text. Files without any
+    line of that kind are bad input: exit 2, and nothing is written.
     """
     from phasesync.core import wire
     from phasesync.importers import as_lines, import_logs
 
     lines = as_lines(import_logs(kind, files, mapping=mapping))
-    if len(lines) == 1:
-        _say_empty(kind, files, lines[0])
+    if len(lines) == 1 and not lines[0].get("errors"):
+        raise _empty(kind, files, lines[0])
     text = b"".join(wire.encode(line) + b"\n" for line in lines).decode()
     if output is None:
         click.echo(text, nl=False)
@@ -180,11 +181,13 @@ def import_(
     click.echo(f"{output}: {len(lines) - 1} events; next: phasesync audit {output}")
 
 
-def _say_empty(kind: str, files: tuple[Path, ...], header: dict[str, Any]) -> None:
+def _empty(kind: str, files: tuple[Path, ...], header: dict[str, Any]) -> Exception:
     """Nothing of these files is of that system; what would have to be logged is in the header."""
+    from phasesync.errors import LogError
+
     named = ", ".join(map(str, files[:3]))
     wanted = header.get("record_next") or ["another kind: the file may be of another system"]
-    click.echo(f"{named}: no line of {kind} here, the trace is empty; try {wanted[0]}", err=True)
+    return LogError(f"{named}: no line of {kind} here, so that there is no trace; try {wanted[0]}")
 
 
 @click.command()

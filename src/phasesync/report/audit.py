@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from phasesync import logs
-from phasesync.audit import Answer, audit_trace
+from phasesync.audit import Answer, audit_traces
 from phasesync.audit.events import text_of
 from phasesync.audit.replay import audit_journals
 from phasesync.core.protocol import Protocol
@@ -73,9 +73,10 @@ def _audited(
     found = logs.sources(paths)
     told = _telling(found, progress) if progress is not None else None
     answers = [
-        audit_trace(each.name, logs.lines(each.path, told), vocabulary=vocabulary)
+        answer
         for each in found
         if each.kind == "trace"
+        for answer in audit_traces(each.name, logs.lines(each.path, told), vocabulary=vocabulary)
     ]
     journals = [each for each in found if each.kind == "journal"]
     for run, files in logs.by_run(journals).items():
