@@ -91,7 +91,7 @@ def test_a_stranger_is_refused_and_logged_once(
 
 
 def test_who_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phasesync.fences.tcp.GREETING_S", 0.2)
+    monkeypatch.setattr("phasesync.fences.coordinator.GREETING_S", 0.2)
 
     async def knock() -> None:
         async with coordinator() as server:
@@ -199,7 +199,8 @@ def test_a_fence_is_two_messages_a_rank(size: int, monkeypatch: pytest.MonkeyPat
             await world.close()
             return after - before
 
-    monkeypatch.setattr("phasesync.fences.tcp.frame", counting)
+    for module in ("coordinator", "tcp"):
+        monkeypatch.setattr(f"phasesync.fences.{module}.frame", counting)
     assert asyncio.run(count()) == 2 * size
 
 

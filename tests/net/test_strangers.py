@@ -16,7 +16,6 @@ from phasesync.core import fence_messages
 from phasesync.core.fence_messages import frame, greeting
 from phasesync.core.model import Opened, Rank, RoleName
 from phasesync.errors import StoreLost
-from phasesync.fences import tcp
 from phasesync.fences.tcp import TcpCoordinator, TcpFences
 from phasesync.testing import FenceWorld
 
@@ -106,7 +105,7 @@ def test_garbage_before_the_token_is_not_parsed(
 def test_one_byte_at_a_time_is_cut_when_its_time_is_over(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "GREETING_S", 0.3)
+    monkeypatch.setattr("phasesync.fences.coordinator.GREETING_S", 0.3)
 
     async def dribble(server: TcpCoordinator) -> None:
         reader, writer = await asyncio.open_connection(*server.address)
@@ -141,7 +140,7 @@ def test_another_version_is_refused_by_name_on_both_sides(
     older = b"phasesync-0\n" + greeting(TOKEN)[len(fence_messages.MAGIC) :]
 
     async def greet(server: TcpCoordinator) -> None:
-        monkeypatch.setattr(tcp, "greeting", lambda token: older)
+        monkeypatch.setattr("phasesync.fences.tcp.greeting", lambda token: older)
         rank = TcpFences(server.address, rank=Rank(RoleName("t"), 7), run="r", token=TOKEN)
         monkeypatch.undo()
         with pytest.raises(StoreLost, match="and the versions of phasesync"):

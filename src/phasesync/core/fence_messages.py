@@ -35,6 +35,7 @@ from phasesync.core.model import (
 __all__ = (
     "ANSWER_BYTES_MAX",
     "GREETING_BYTES",
+    "NO_REQUEST",
     "REQUEST_BYTES_MAX",
     "Answer",
     "FrameTooLong",
@@ -55,6 +56,7 @@ GREETING_BYTES = len(MAGIC) + 32
 REQUEST_BYTES_MAX = 1 << 20
 ANSWER_BYTES_MAX = 64 << 20
 HEADER_BYTES = 4
+NO_REQUEST = 0  # Of what is told without waiting for the answer.
 
 
 class FrameTooLong(Exception):

@@ -21,7 +21,8 @@ from phasesync.core.fence_messages import (
     members_hash,
 )
 from phasesync.core.model import Arrival, FenceCall, Rank
-from phasesync.fences.leader import PONG, door_of, let_go
+from phasesync.fences.doors import let_go
+from phasesync.fences.leader import PONG, door_of
 
 __all__ = ("Follower",)
 

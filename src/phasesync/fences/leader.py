@@ -30,11 +30,11 @@ from phasesync.core.fence_messages import (
 )
 from phasesync.core.fence_steps import UNJUDGED, Brought, bringing
 from phasesync.core.model import Arrival, FenceCall, FenceKey, Rank, RoleName
-from phasesync.fences.doors import shut
+from phasesync.fences.doors import let_go, shut
 from phasesync.fences.jobs import settle
 from phasesync.fences.slots import HearVerdict, Slot, Slots
 
-__all__ = ("PONG", "Leader", "can_lead", "door_of", "let_go")
+__all__ = ("PONG", "Leader", "can_lead", "door_of")
 
 # Who has come is brought when all have come that came here last time, or after so long: then
 # others see who is late, and a deadline blames nobody else.
@@ -56,15 +56,6 @@ def door_of(said: str) -> tuple[str, str]:
     """The address of a door, and what to show there, from how they are announced."""
     name, _, secret = said.partition(":")
     return f"\0{name}", secret
-
-
-def let_go(end: Any) -> None:
-    """Close a socket in a fork: it would outlive the rank here. Its number stays taken, so that
-    whoever closes it closes nothing else."""
-    if end is not None and end.fileno() >= 0:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nothing, end.fileno())
-        os.close(nothing)
 
 
 class Leader:

@@ -14,13 +14,12 @@ from typing import Any
 
 from phasesync.core import wire
 from phasesync.core.fence_beats import HEARTBEAT_S, Ask
-from phasesync.core.fence_messages import REQUEST_BYTES_MAX, Answer, Framer, frame
+from phasesync.core.fence_messages import NO_REQUEST, REQUEST_BYTES_MAX, Answer, Framer, frame
 from phasesync.core.model import Rank
 from phasesync.fences.base import Probe
 
-__all__ = ("NO_REQUEST", "TcpPulse")
+__all__ = ("TcpPulse",)
 
-NO_REQUEST = 0  # Of what is told without waiting for the answer.
 CONNECT_S = 30.0
 END_S = 1.0
 

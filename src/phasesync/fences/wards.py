@@ -8,20 +8,16 @@ is gone must not pass for it.
 import asyncio
 import hashlib
 import logging
-import socket
 from collections.abc import Callable
-from contextlib import suppress
 
 from phasesync.core.model import Rank
-from phasesync.fences.doors import shut
+from phasesync.fences.doors import keep_alive, shut
 
 __all__ = ("Wards", "address_of")
 
 CONNECT_S = 5.0
 WATCHERS_MAX = 256  # Connections that one rank holds open for those who watch it.
 GREETING_BYTES = 32
-# A host that is gone closes nothing: the kernel finds out by asking.
-KEEPALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
 DEAD = ("dead", "its process is gone: it closed its connection to another host")
 SILENT = ("unavailable", "its host no longer answers")
 
@@ -94,7 +90,7 @@ class Wards:
             log.warning("%s at %s:%s cannot be watched from here: %s", rank, host, port, error)
             return
         try:
-            _keep_alive(writer.get_extra_info("socket"))
+            keep_alive(writer.get_extra_info("socket"))
             kind, why = DEAD
             try:
                 if await reader.readexactly(GREETING_BYTES) != self._greeting(rank, incarnation):
@@ -109,10 +105,3 @@ class Wards:
             self._gone(rank, incarnation, kind, why)
         finally:
             writer.transport.abort()
-
-
-def _keep_alive(end: socket.socket) -> None:
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE:
-        with suppress(AttributeError, OSError):
-            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

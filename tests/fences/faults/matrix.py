@@ -49,6 +49,8 @@ __all__ = ("COLUMNS", "OURS", "Cell", "cell", "table")
 T = TypeVar("T")
 SIZE = 4
 VICTIM = 2
+AT = 8  # By then the ranks of one host have found each other.
+PACE_S = 0.03
 LATE_S = 1.5  # So long after the deadline a late rank comes.
 HANG_S = 8.0  # Whoever has not come back so long after a deadline hangs.
 
@@ -85,6 +87,7 @@ class Cell:
     early: bool = False
     usable: bool | None = None
     said: str = ""
+    together: bool = False  # Whether one rank of the host brought the arrivals of all.
     lag_s: float = 0.0  # For how long a survivor's event loop stood still at worst.
 
     @property
@@ -135,9 +138,11 @@ def cell(
             address=host and host.address,
             board=ended.enter_context(board()),
             deadline_s=deadline_s,
-            generations=4 if mechanism in OURS and fault == "late" else 3,
             comes_back=fault == "late",
         )
+        if mechanism in OURS:
+            last = AT + (2 if fault == "late" else 1)
+            life = replace(life, at=AT, generations=last + 1, pace_s=PACE_S)
         lives = [replace(life, number=n) for n in range(SIZE)]
         bad = replace(life, number=VICTIM, act=fault, late_s=deadline_s + LATE_S)
         if fault in HOST_ACTS:
@@ -288,6 +293,7 @@ def _read(mechanism: str, fault: str, reports: Sequence[Report]) -> Cell:
         early=math.isinf(entered(life.board, life.at, life.size)[VICTIM]),
         usable=_usable(reports) if fault == "late" else None,
         said=str(told[knows[0]]) if knows else "",
+        together=all(r.ending.together for r in reports if r.ending and _is_well(r)),
         lag_s=max((r.ending.lag_s for r in reports if r.ending and _is_well(r)), default=0.0),
     )
 

@@ -62,6 +62,7 @@ class Life:
     late_s: float = 0.0
     incarnation: int = 0
     comes_back: bool = False
+    hosts: int = 0  # So many hosts are made of this one; none if it is what it is.
     crowd: int = 0  # So many processes connect before any of them goes on.
     index: int = 0
 
@@ -110,10 +111,12 @@ class Record(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """What was left of a rank's fences when it had closed them, and how its loop did."""
+    """What was left of a rank's fences when it had closed them, how its loop did, and whether it
+    ever brought the arrivals of others of its host, or one of them brought its own."""
 
     leaks: tuple[str, ...]
     lag_s: float
+    together: bool = False
 
 
 @dataclass
@@ -199,10 +202,11 @@ async def live(life: Life, endpoint: Any, tell: Callable[[Any], None]) -> None:
     await endpoint.connect()
     await _all_here(life)
     lag = _Lag()
-    generation = -1
+    generation, is_together = -1, False
     while (generation := generation + 1) < life.generations:
         await asyncio.sleep(life.pace_s)
         call = life.call(generation)
+        is_together = is_together or _is_together(endpoint)
         act = ACTS[life.act] if generation == life.at else _well
         since = time.monotonic()
         kind, said = await _outcome(act(life, endpoint, call))
@@ -221,7 +225,15 @@ async def live(life: Life, endpoint: Any, tell: Callable[[Any], None]) -> None:
     lag.end()
     RELEASE.set()
     await endpoint.close()
-    tell(Ending(await _left(life, before, tasks), lag.worst_s))
+    tell(Ending(await _left(life, before, tasks), lag.worst_s, is_together))
+
+
+def _is_together(endpoint: Any) -> bool:
+    mates = getattr(endpoint, "_mates", None)
+    if mates is None:
+        return False
+    brings = mates._leader is not None and any(len(e) > 1 for e in mates._leader._expected.values())
+    return brings or any(each.is_ready for each in mates._followers.values())
 
 
 async def _outcome(arriving: Awaitable[Any]) -> tuple[str, Any]:
@@ -515,6 +527,7 @@ def _store(life: Life) -> Any:
         rank=life.rank,
         run=life.run,
         incarnation=life.incarnation,
+        host=f"host-{life.number * life.hosts // life.size}" if life.hosts else None,
     )
 
 

@@ -58,6 +58,8 @@ def test_every_fault_of_the_matrix(mechanism: str, request: pytest.FixtureReques
             expected = 3 if each.fault in NOT_TOLD else 4
             assert (each.named, each.told) == (expected, expected), said
         assert each.usable in (None, True), said
+        if mechanism == "phasesync store":
+            assert each.together, said
 
 
 @pytest.mark.parametrize("mechanism", ["elastic store barrier", "Store.barrier()"])
