@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from phasesync.bench.barriers import gpus
+from phasesync.bench.clients import bench_clients, clients_table
 from phasesync.bench.fence import Row, bench_fence, table
 from phasesync.bench.steps import step_costs
 from phasesync.cli import cli
@@ -83,3 +84,31 @@ def test_a_table_shows_what_was_not_measured_as_a_dash() -> None:
 
 def test_each_step_of_a_fence_has_a_cost() -> None:
     assert all(cost > 0 for cost in step_costs(repeats=5).values())
+
+
+def test_clients_of_a_few_processes_are_told_together() -> None:
+    rows = bench_clients((12,), fences=2, jobs=2)
+    assert [(row.transport, row.clients, row.processes, row.fences) for row in rows] == [
+        ("store", 12, 2, 2),
+        ("tcp", 12, 2, 2),
+    ]
+    for row in rows:
+        assert row.early == 0
+        assert 0 < row.p50_ms <= row.most_ms
+        assert row.connect_s > 0
+    *lines, last = clients_table(rows).splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["12", "store"], ["12", "tcp"]]
+    assert max(map(len, (*lines, last))) <= 80
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--clients", "none"], "--clients takes numbers from 1 on, such as 2,4,8, not 'none'"),
+        (["--clients", "8", "--only", "ray"], "no clients over 'ray' to measure"),
+    ],
+)
+def test_clients_that_cannot_be_had_are_refused(asked: list[str], said: str) -> None:
+    done = CliRunner().invoke(cli, ["bench", "fence", *asked])
+    assert done.exit_code != 0
+    assert said in done.output + str(done.exception)

@@ -8,9 +8,20 @@ from typing import Any
 
 import pytest
 
-from phasesync.core.fence_keys import Add, CompareSet, Operation
+from phasesync.core.fence_keys import (
+    Add,
+    CompareSet,
+    Delete,
+    Operation,
+    Put,
+    Read,
+    Steps,
+    Tell,
+    Wait,
+)
 from phasesync.core.model import Opened, Rank
-from phasesync.fences.direct import rehearsal
+from phasesync.fences.direct import DirectLine, rehearsal
+from phasesync.fences.lines import Lines, nothing
 from phasesync.fences.store import StoreFences
 from phasesync.testing import FenceWorld
 from tests.core.test_fence_steps import DictStore
@@ -62,3 +73,48 @@ def test_a_store_that_answers_as_it_must_is_spoken_to() -> None:
 @pytest.mark.parametrize("kind", [Add, CompareSet])
 def test_one_wrong_answer_is_enough_for_threads(kind: type) -> None:
     assert not rehearse(lambda op, reply: b"else" if type(op) is kind else reply)
+
+
+def test_what_follows_a_verdict_leaves_with_the_next_request_and_alone_after_a_moment() -> None:
+    """Whoever was told goes on first. Nothing is kept back once this rank asks for something else,
+    on whichever line: others may decide its next fence."""
+    store: Any = STORES["tcp_store"](Path())
+
+    def deciding(key: str) -> Steps:
+        yield CompareSet(f"{key}/verdict", b"open")
+        yield Tell("told")
+        yield Put(f"{key}/head", b"1")
+        yield Delete(f"{key}/log")
+
+    async def check() -> None:
+        lines = Lines(store, "phasesync.tidy")
+        await lines.straighten()
+        assert lines.are_direct
+        for key in ("alone", "same", "other", "rest"):
+            await lines.submit(nothing())
+            assert await lines.submit(deciding(key)) == "told"
+            assert store.check([f"{key}/verdict"])
+            assert not store.check([f"{key}/head"]), "it went before who was told"
+            if key == "same":
+                await lines.submit(asks())
+            elif key == "other":
+                lines.submit(waits(), waits=True)  # Takes the line that has something left.
+                await lines.submit(asks())
+            elif key == "rest":
+                await lines.rest()
+            async with asyncio.timeout(5):
+                while not store.check([f"{key}/head"]):
+                    assert key == "alone" or not lines_left(lines), key
+                    await asyncio.sleep(0.002)
+        await lines.close()
+
+    def asks() -> Steps:
+        yield Read("nothing there")
+
+    def waits() -> Steps:
+        yield Wait("never there")
+
+    def lines_left(lines: Lines) -> list[DirectLine]:
+        return [each for each in lines._all if isinstance(each, DirectLine) and each._tidying]
+
+    asyncio.run(check())

@@ -48,8 +48,7 @@ def rank_process(life: Life, pipe: Connection) -> None:
 def _store(life: Life, place: Place) -> Any:
     dist: Any = import_module("torch.distributed")
     client = dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False)
-    # On a host of its own nobody sees the processes of another.
-    return StoreFences(client, rank=life.rank, run=life.run, watch_neighbours=False)
+    return StoreFences(client, rank=life.rank, run=life.run, host=place.namespace)
 
 
 def _tcp(life: Life, place: Place) -> Any:

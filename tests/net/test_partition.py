@@ -76,9 +76,10 @@ def test_a_partition_is_known_on_both_sides_and_nobody_passes(link: Cable, trans
             assert waited_s < 3.0 + 1.0 + 0.5 + _lag_s(report)
 
 
-def test_a_host_that_is_silent_is_unavailable_and_not_dead(link: Cable) -> None:
-    """Over tcp the kernel tells, long before the deadline; and its ranks are told as well."""
-    with ranks(link, "tcp", late=3, deadline_s=40.0) as begun:
+@pytest.mark.parametrize("transport", ["store", "tcp"])
+def test_a_host_that_is_silent_is_unavailable_and_not_dead(link: Cable, transport: str) -> None:
+    """The kernel tells, long before the deadline; and its ranks are told as well."""
+    with ranks(link, transport, late=3, deadline_s=40.0) as begun:
         link.cut()
         reports = ended(begun)
         assert broken_promises(reports[:2], culprits=FAR) == []

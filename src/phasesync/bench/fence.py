@@ -25,7 +25,19 @@ from typing import Any
 from phasesync.bench.barriers import VARIANTS, Place, gpus, member
 from phasesync.errors import InputError
 
-__all__ = ("SIZES", "Row", "bench_fence", "can_measure", "draw", "machine", "table")
+__all__ = (
+    "SIZES",
+    "Row",
+    "all_say",
+    "bench_fence",
+    "can_measure",
+    "coordinate",
+    "draw",
+    "forked",
+    "machine",
+    "processes",
+    "table",
+)
 
 SIZES = (2, 4, 8, 16, 32)
 START_S = 120.0
@@ -122,10 +134,7 @@ class Turns:
 def _bench_size(turns: Turns) -> list[Row]:
     dist: Any = import_module("torch.distributed")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch.distributed", "phasesync.fences.store", "phasesync.bench.barriers"]
-    )
+    context = forked()
     place = Place(
         number=0,
         size=turns.size,
@@ -136,15 +145,15 @@ def _bench_size(turns: Turns) -> list[Row]:
     needs = {VARIANTS[name].needs for name in turns.variants}
     with ExitStack() as ended:
         if "coordinator" in needs:
-            (_, pipe), *_ = ended.enter_context(_processes(context, _coordinate, [()]))
+            (_, pipe), *_ = ended.enter_context(processes(context, coordinate, [()]))
             place = replace(place, coordinator=pipe.recv())
         if "ray" in needs:
             place = replace(place, cluster=ended.enter_context(_ray()))
         places = [replace(place, number=number) for number in range(turns.size)]
         parts = [(each, turns.variants) for each in places]
-        started = ended.enter_context(_processes(context, member, parts))
+        started = ended.enter_context(processes(context, member, parts))
         pipes = [pipe for _, pipe in started]
-        _all_say(pipes, "ready")
+        all_say(pipes, "ready")
         pids = [process.pid for process, _ in started]
         scopes: dict[str, list[int]] = {}
         for each in places:
@@ -152,8 +161,17 @@ def _bench_size(turns: Turns) -> list[Row]:
         return _take_turns(turns, pipes, pids, list(scopes.values()))
 
 
+def forked() -> Any:
+    """Where processes come from: a server that has imported once what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch.distributed", "phasesync.fences.store", "phasesync.bench.barriers"]
+    )
+    return context
+
+
 @contextmanager
-def _processes(
+def processes(
     context: Any, target: Callable[..., None], parts: Sequence[tuple[Any, ...]]
 ) -> Iterator[list[tuple[Any, Connection]]]:
     """A process for each of `parts`, with a pipe to it; they end when their pipe closes."""
@@ -185,7 +203,7 @@ def _ray() -> Iterator[str]:
         ray.shutdown()
 
 
-def _coordinate(pipe: Connection) -> None:
+def coordinate(pipe: Connection) -> None:
     """A process that does nothing but coordinate, as one would have it."""
     from phasesync.fences.tcp import TcpCoordinator  # noqa: PLC0415
 
@@ -201,8 +219,13 @@ def _coordinate(pipe: Connection) -> None:
     asyncio.run(serve())
 
 
-def _all_say(pipes: Iterable[Connection], word: str) -> None:
-    until = time.monotonic() + START_S
+def all_say(pipes: Iterable[Connection], word: str, within_s: float = START_S) -> None:
+    """Until each has said the word.
+
+    Raises:
+        InputError: one has said something else, or nothing in time.
+    """
+    until = time.monotonic() + within_s
     for pipe in pipes:
         said = "nothing" if not pipe.poll(max(0.0, until - time.monotonic())) else _said(pipe)
         if said != word:

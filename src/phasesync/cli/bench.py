@@ -24,6 +24,7 @@ def bench() -> None:
 @click.option("--rounds", type=click.IntRange(1), default=6, show_default=True)
 @click.option("--fences", type=click.IntRange(1), default=40, show_default=True, help="A round.")
 @click.option("--tight", is_flag=True, help="Arrive back to back, not spread.")
+@click.option("--clients", metavar="N,M", help="So many ranks in a few processes, and no barriers.")
 @click.option("--steps", is_flag=True, help="Also what each step of a store fence costs.")
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the medians.")
 @click.option(
@@ -43,6 +44,7 @@ def fence(
     rounds: int,
     fences: int,
     tight: bool,
+    clients: str | None,
     steps: bool,
     png: Path | None,
     kept: Path | None,
@@ -52,6 +54,9 @@ def fence(
     from phasesync.bench.fence import Row, bench_fence, can_measure, draw, machine, table
     from phasesync.bench.steps import step_costs
 
+    if clients is not None:
+        _clients(_numbers(clients, "--clients"), only, fences, as_json=as_json)
+        return
     if kept is not None:
         found = read_json(kept)
         rows = [Row(**row) for row in found["rows"]]
@@ -124,12 +129,37 @@ def check(
         click.echo(f"{png}: written", err=True)
 
 
+def _clients(counts: list[int], only: str | None, fences: int, *, as_json: bool) -> None:
+    """What one store or coordinator does with many clients."""
+    from phasesync.bench.clients import OVER, bench_clients, clients_table
+    from phasesync.bench.fence import machine
+
+    rows = bench_clients(
+        counts,
+        over=only.split(",") if only else OVER,
+        fences=fences,
+        say=lambda line: click.echo(line, err=True),
+    )
+    if as_json:
+        listed = [asdict(row) for row in rows]
+        print_json({"bench": "fence clients", "machine": machine(), "rows": listed})
+    else:
+        click.echo(clients_table(rows))
+
+
+def _numbers(said: str, option: str) -> list[int]:
+    try:
+        numbers = [int(number) for number in said.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise click.UsageError(f"{option} takes numbers from 1 on, such as 2,4,8, not {said!r}")
+    return numbers
+
+
 def _counts(sizes: str | None, *, gpus: bool) -> list[int]:
     """The numbers of processes that were asked for."""
-    try:
-        counts = [int(size) for size in (sizes or "2,4,8").split(",")]
-    except ValueError:
-        raise click.UsageError(f"{sizes!r} are no sizes; write --sizes 2,4,8") from None
+    counts = _numbers(sizes or "2,4,8", "--sizes")
     if not gpus:
         return counts
     from phasesync.bench import barriers

@@ -27,12 +27,15 @@ from phasesync.core.fence_keys import (
     Wait,
 )
 from phasesync.errors import StoreLost
+from phasesync.fences.doors import keep_alive
 from phasesync.fences.jobs import Job, settle
 
 __all__ = ("MARK", "DirectLine", "Way", "rehearsal")
 
 CONNECT_S = 30.0
-#: An option that a store's own client does not set: by it our sockets are told from those.
+TIDY_S = 0.05  # What follows a `Tell` leaves with the line's next request, or after so long.
+#: An option of `keep_alive` that a store's own client does not set: by it our sockets are told from
+#: those.
 MARK = (socket.SO_KEEPALIVE, 1)
 _LENGTH = Struct("=Q")
 _NUMBER = Struct("=q")
@@ -177,6 +180,8 @@ class DirectLine(asyncio.Protocol):
         self._ahead_key = ""
         self._ahead: tuple[str, bytes] | None = None
         self._transport: asyncio.Transport | None = None
+        self._has_told = False
+        self._tidying: asyncio.TimerHandle | None = None
         self._stopping = False
         self._why = ""
         self.ended = asyncio.Event()
@@ -188,7 +193,7 @@ class DirectLine(asyncio.Protocol):
 
     def give(self, job: Job) -> None:
         """Perform a job; the line must be free."""
-        self._job = job
+        self._job, self._has_told = job, False
         if self.ended.is_set():
             self._over(self._why)
         elif self._transport is not None:
@@ -214,8 +219,7 @@ class DirectLine(asyncio.Protocol):
         family = socket.AF_INET6 if ":" in self._way.host else socket.AF_INET
         end = socket.socket(family, socket.SOCK_STREAM)
         end.setblocking(False)
-        end.setsockopt(socket.SOL_SOCKET, *MARK)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(end)
         try:
             async with asyncio.timeout(CONNECT_S):
                 await loop.sock_connect(end, (self._way.host, self._way.port))
@@ -237,6 +241,8 @@ class DirectLine(asyncio.Protocol):
         self._over(str(error or "the store closed the connection"))
 
     def _over(self, why: str) -> None:
+        if self._tidying is not None:
+            self._tidying.cancel()
         self._why = "the transport was closed" if self._stopping else why
         self.ended.set()
         self._end(None, StoreLost(f"the store does not answer: {self._why}"))
@@ -292,7 +298,10 @@ class DirectLine(asyncio.Protocol):
                     return
                 reply = None
         except StopIteration as over:
-            self._flush()
+            if self._has_told and self._unsent:
+                self._tidy_later()
+            else:
+                self._flush()
             self._end(over.value, None)
         except Exception as error:
             lost = StoreLost(f"the store does not answer: {type(error).__name__}: {error}")
@@ -312,7 +321,7 @@ class DirectLine(asyncio.Protocol):
             kind = type(operation)
             if kind is Tell:
                 settle(job.future, operation.result, None)
-                reply = None
+                self._has_told, reply = True, None
             elif kind is Get and ahead is not None and operation.key == ahead[0]:
                 # What was there is what was looked for, unless the look was answered with itself.
                 reply, ahead = b"" if ahead[1] == _NOT_THERE else ahead[1], None
@@ -332,7 +341,21 @@ class DirectLine(asyncio.Protocol):
     def _key(self, key: str) -> bytes:
         return _text(self._prefix + key.encode())
 
+    def _tidy_later(self) -> None:
+        """Whoever was told goes on first: to send costs more than all that it took to decide."""
+        if self._tidying is None:
+            self._tidying = asyncio.get_running_loop().call_later(TIDY_S, self.tidy)
+
+    def tidy(self) -> None:
+        """Send what may wait. It must have left before this rank comes to its next fence, since
+        others may decide that one, and put the head further on."""
+        if self._tidying is not None:
+            self._flush()
+
     def _flush(self) -> None:
+        if self._tidying is not None:
+            self._tidying.cancel()
+            self._tidying = None
         if self._unsent and self._transport is not None:
             unsent, self._unsent = self._unsent, bytearray()
             self._transport.write(unsent)

@@ -234,19 +234,20 @@ class Leader:
         if self._gatherings.get(key) is not gathering:
             return
         del self._gatherings[key]
+        assert brought.verdict is not None
+        text = brought.verdict.encode()
+        own: list[tuple[Came, Word]] = []
+        for came, word in gathering.told(brought):
+            if isinstance(came.hear, _Reply):
+                came.hear.send(word, text)
+            else:
+                own.append((came, word))
+        for came, word in own:
+            came.hear(word)
         here = {guest.rank for guest in self._guests if guest.rank is not None}
         self._expected[key.scope] = gathering.ranks & (here | {self._rank}) if here else set()
         if timer := self._timers.pop(key, None):
             timer.cancel()
-        told = list(gathering.told(brought))
-        assert brought.verdict is not None
-        text = brought.verdict.encode()
-        for came, word in told:
-            if isinstance(came.hear, _Reply):
-                came.hear.send(word, text)
-        for came, word in told:
-            if not isinstance(came.hear, _Reply):
-                came.hear(word)
         self._slots.of(gathering.call).settle(brought.verdict)
         self._slots.drop(key)
 

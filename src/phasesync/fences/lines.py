@@ -46,8 +46,7 @@ __all__ = ("ANSWER_S", "CONNECT_S", "GRACE_S", "Client", "Lines", "has_sockets",
 
 GRACE_S = 1.0  # After a deadline the store has so long to take the verdict; then it is lost.
 # What is no wait is answered within this, or the store is lost. More than a name service keeps the
-# store's one thread when somebody connects (5 s for each lost packet): who gives up before knows
-# another cause of a failure than the others.
+# store's one thread when somebody connects (5 s for each lost packet).
 ANSWER_S = 15.0
 CONNECT_S = 60.0  # A connection may hang in a name service for many seconds.
 CONNECTING_S = 10.0  # So much more where no line is free: a name service may hold a new one up.
@@ -346,6 +345,7 @@ class Lines:
             job.future.set_exception(self.lost)
             return
         line = self._idle.pop() if self._idle else self._open()
+        self.tidy(line)
         if not waits:
             self._at_work.add(line)
         line.give(job)
@@ -375,6 +375,12 @@ class Lines:
         """The address of this host that the store's host is reached from, where known."""
         direct = (line for line in self._all if isinstance(line, DirectLine))
         return next((host for line in direct if (host := line.local_host)), None)
+
+    def tidy(self, but: "_Line | DirectLine | None" = None) -> None:
+        """Send what may wait, `but` what this line has: it leaves with what it is given."""
+        for line in self._idle:
+            if line is not but and isinstance(line, DirectLine):
+                line.tidy()
 
     def tell(self, steps: Steps) -> None:
         """Perform steps of which nobody waits for the end."""
@@ -416,6 +422,7 @@ class Lines:
     async def rest(self) -> None:
         """Until no line is at work, but for those that wait for others: what is still under way
         (the end of a deadline, say) would write after whatever is asked for next."""
+        self.tidy()
         with suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 while self._at_work and self.lost is None:  # noqa: ASYNC110

@@ -51,9 +51,11 @@ from phasesync.core.model import (
 from phasesync.errors import FenceBroken, PlanError, StaleArrival, StoreLost
 from phasesync.fences.base import Probe
 from phasesync.fences.deadline import Deadline
+from phasesync.fences.follower import Follower
 from phasesync.fences.host import TOGETHER_FROM, Host
 from phasesync.fences.jobs import settle
 from phasesync.fences.lines import (
+    ANSWER_S,
     CONNECT_S,
     GRACE_S,
     LINES_AT_START,
@@ -198,7 +200,9 @@ class StoreFences:
 
     async def fail(self, call: FenceCall, arrival: Arrival) -> Broken | Opened:
         self._come_to(call)
-        verdict = await self._lines.ask(failing(self._space, call, arrival))
+        # As long as those who wait there do: who gives the store up before knows another cause.
+        within_s = max(ANSWER_S, call.deadline_s + GRACE_S)
+        verdict = await self._lines.ask(failing(self._space, call, arrival), within_s)
         if verdict.spares(call):
             return _named(call, await self.fail(beside(call), arrival))
         answer = self._heard(call, verdict)
@@ -333,12 +337,16 @@ class StoreFences:
     async def _arrive(
         self, call: FenceCall, arrival: Arrival, slot: Slot, scope: Scope, register: bool
     ) -> Passed:
+        brings = self._mates.who_brings(call, scope)
+        handed: asyncio.Future[Word | None] | None = None
+        if brings is not None:  # Before the timers are set: others may wait for this one.
+            if isinstance(brings, Follower):
+                self._lines.tidy()
+            handed = brings.hand(call, arrival, encode_arrival(arrival), register=register)
         deadline = Deadline(self, call, arrival, slot)
         try:
-            brings = self._mates.who_brings(call, scope)
-            if brings is not None:
-                handed = brings.hand(call, arrival, encode_arrival(arrival), register=register)
-                word: Word | None = await deadline.over(handed, is_handed=True)
+            if handed is not None:
+                word = await deadline.over(handed, is_handed=True)
                 if word is not None:
                     return await self._told(deadline, call, arrival, slot, word)
             wait, slot.watched = not slot.watched, True

@@ -153,8 +153,10 @@ class TcpFences(asyncio.Protocol):
         return verdict
 
     async def fail(self, call: FenceCall, arrival: Arrival) -> Broken | Opened:
-        answer = await self._ask("fail", self._said(call), _line(arrival))
-        return answer.verdict(call)
+        # As long as those who wait there do: who gives it up before knows another cause.
+        within_s = max(ANSWER_S, call.deadline_s + GRACE_S)
+        said = (self._said(call), _line(arrival))
+        return (await self._ask("fail", *said, within_s=within_s)).verdict(call)
 
     async def watch(self, call: FenceCall) -> Broken | Opened:
         request, waiting = self._request("watch", self._said(call))
@@ -229,13 +231,13 @@ class TcpFences(asyncio.Protocol):
         self._waiting[self._requests] = waiting
         return self._requests, waiting
 
-    async def _ask(self, what: str, *said: Any) -> Answer:
+    async def _ask(self, what: str, *said: Any, within_s: float = ANSWER_S) -> Answer:
         request, waiting = self._request(what, *said)
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(within_s):
                 return await waiting
         except TimeoutError:
-            raise self._give_up(f"the coordinator did not answer within {ANSWER_S:g} s") from None
+            raise self._give_up(f"the coordinator did not answer within {within_s:g} s") from None
         finally:
             self._waiting.pop(request, None)
 
