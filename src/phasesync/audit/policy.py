@@ -22,7 +22,7 @@ from phasesync.audit.answer import (
 )
 from phasesync.audit.events import Name, text_of
 from phasesync.audit.facts import WAITING, Facts, is_timeout, ranks_in
-from phasesync.audit.vocabulary import is_echo, is_gone_error, is_memory_error
+from phasesync.audit.vocabulary import is_echo, is_ended_error, is_gone_error, is_memory_error
 from phasesync.audit.waits import unrecovered
 
 __all__ = ("judge",)
@@ -160,6 +160,9 @@ def _plain_failures(facts: Facts) -> list[Finding]:
             continue  # The job had been shut down, and nobody was at anything any more.
         if event.kind == "exit" and event.rank in facts.reconciled:
             continue  # The others were told, and went on without it.
+        if is_ended_error(event.attrs.get("error")):
+            found.append(_ended(event))
+            continue
         silent = _unheard(event, facts)
         found.append(_without_a_log(event, silent) if silent else _failed(event))
     return found
@@ -284,6 +287,18 @@ def _cut_wait(event: Any) -> Finding:
         strength=SUSPECTED,
         guilty=(),
         record_next=("progress marks of every rank, and who belongs to the wait",),
+    )
+
+
+def _ended(event: Any) -> Finding:
+    return Finding.on(
+        "R-DUMPSET",
+        event,
+        f"rank {event.rank} was ended in {event.phase} by somebody else "
+        f"({event.attrs.get('error')}), and no line says why",
+        strength=SUSPECTED,
+        guilty=(),
+        record_next=("the log of who ended it, and the first error before that",),
     )
 
 

@@ -15,6 +15,7 @@ __all__ = (
     "Meaning",
     "is_bad_output",
     "is_echo",
+    "is_ended_error",
     "is_gone_error",
     "is_idle_error",
     "is_memory_error",
@@ -333,12 +334,19 @@ _GONE: Final = _matcher(
 _ECHO: Final = _matcher(
     r"remote|peer|by (the )?driver|torn down|\baborted\b|actor.?(un)?(died|avail)|owner|watchdog"
 )
+# Ended by somebody on purpose: why, that one knows.
+_ENDED: Final = _matcher(
+    r"ray\.kill"
+    r"|(killed|cancel\w*|stopped|terminated) by (the )?(driver|controller|launcher|agent|owner)"
+)
 _IDLE: Final = _matcher(r"idle|busy|in.?flight|running.?req|pending|not.?empty|assert.?flush|queue")
 _UNROUTABLE: Final = _matcher(
     r"not.?implemented|unimplemented|none.?type.{0,40}attribute|no.?control|unsupported"
     r"|not.?supported|no.?(route|path|handler|method|such(?!.file)"
     r"|endpoint|server|listener|receiver)|unknown.?(command|method|rank|target|op)|unreachable"
-    r"|attribute.?error|no.?attribute|(?<!file)(?<!file\W)(?<!file_)not.?found|\b404\b|\b405\b|\b501\b|not.?registered"
+    r"|attribute.?error|no.?attribute|\A\W*(http\W*)?not.?found|\b404\b|\b405\b|\b501\b"
+    r"|not.?registered"
+    r"|\b(route|handler|method|endpoint|command|function|rank|target|server|rpc|actor|op)\b.{0,40}not.?found"
 )
 _REQUESTS: Final = _matcher(
     r"pending.?req|req\w*.{0,12}pending|running.?req|not.?(fully.?)?idle|in.?flight|not.?freed.?yet"
@@ -379,6 +387,11 @@ def is_unroutable_error(error: object) -> bool:
 def is_echo(error: object) -> bool:
     """Whether an error tells of somebody else's."""
     return error is not None and bool(_ECHO.search(str(error)[:2000]))
+
+
+def is_ended_error(error: object) -> bool:
+    """Whether a process says that somebody else ended it on purpose."""
+    return error is not None and bool(_ENDED.search(str(error)[:2000]))
 
 
 def is_requests_error(error: object) -> bool:

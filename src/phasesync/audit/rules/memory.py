@@ -182,7 +182,9 @@ def _silent(grab: _Grab, facts: Facts) -> list[Name]:
     """
     devices = tuple(grab.short) or facts.devices.touched(grab.event)
     holders = [rank for device in devices for rank in facts.devices.holders(device)]
-    holders += [rank for rank in facts.silent() if str(rank) in devices]
+    known = {*facts.header.initial_gib, *facts.devices.device_of.values()}
+    # One whose number is no device may be on any, as an engine beside its trainers is.
+    holders += [r for r in facts.silent() if str(r) in devices or str(r) not in known]
     return [rank for rank in dict.fromkeys(holders) if facts.ranks[rank].first is None]
 
 

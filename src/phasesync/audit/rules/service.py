@@ -29,9 +29,9 @@ class Quiet:
     a pause put back into the queue; serving that goes on; each followed by a drain, flush or
     release there that fails, times out or never ends; serving that a release of its memory
     overtook, and that then died; such a step that fails and says itself that requests were
-    there. Admissions that are parked or rejected, or
-    that nothing needs idle for, are legal. Cannot see: a gate that no line tells. Sources: verl PR
-    7511, SGLang PR 32153, vLLM RFC 51476.
+    there; a paused rank that steps on the group in which a peer takes its weights. Admissions that
+    are parked or rejected, or that nothing needs idle for, are legal. Cannot see: a gate that no
+    line tells. Sources: verl PR 7511, SGLang PR 32153, vLLM RFC 51476, vLLM PR 38009.
     """
 
     rule = "R-QUIET"
@@ -80,6 +80,8 @@ class Quiet:
             case "admit", ("end" | "fail"):
                 if _turned_away(event):
                     self._admitted.pop(rank, None)
+            case "serve", "start" if rank in self._shut:
+                self._beside(event, facts)
             case "serve", "end":
                 self._queued.pop(rank, None)
                 if self._stepped:
@@ -114,6 +116,21 @@ class Quiet:
                             "R-QUIET", each.event, f"{why} {event.phase} runs under it", event, shut
                         )
                     )
+                    return
+
+    def _beside(self, event: Event, facts: Facts) -> None:
+        """A paused rank steps on the group in which a peer of it takes its weights."""
+        group, shut = group_of(event), self._shut[event.rank]
+        if group is None or shut.attrs.get("mode") == "keep" or len(self._found) >= _KEPT:
+            return
+        for peer in facts.header.peers(event.rank, facts.ranks):
+            for each in facts.ranks[peer].opened("write") if peer != event.rank else ():
+                if group_of(each.event) == group:
+                    why = (
+                        f"rank {event.rank} began {event.phase} after {shut.phase}, on the group "
+                        f"in which rank {peer} is in {each.event.phase}"
+                    )
+                    self._found.append(Finding.on("R-QUIET", event, why, each.event, shut))
                     return
 
     def _under(self, event: Event, facts: Facts) -> None:
@@ -301,6 +318,8 @@ class Timeouts:
             ]
             if not healthy:
                 continue
+            if cut.action == "poll" and unrecovered(cut, facts) is None:
+                continue  # It asked again, and nobody was cut off.
             if any(failure.at < cut.at and failure.rank != cut.rank for failure in facts.failures):
                 continue
             rank, work, progress = healthy[0]

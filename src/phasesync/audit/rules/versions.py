@@ -401,7 +401,8 @@ class Evidenced:
 
     Sees: at the end of a phase, `received_X` (or `loaded_X`, `actual_X`, `X`) that does not match
     `expected_X` (of what is counted, more is as wrong as less); 0 bytes where more than none was
-    expected; a checksum that does not match; ranks that report different checksums for one version.
+    expected; a checksum that does not match, or that a new version did not change; ranks that
+    report different checksums for one version.
     Cannot see: a success without figures, which is why checksums are worth logging. Sources:
     tokenspeed issue 1373, verl delta_sharded, verl PR 7762.
     """
@@ -427,7 +428,9 @@ class Evidenced:
                 self._sums.pop(next(iter(self._sums)))
             key = (str(version), str(attrs.get("bucket", began.get("bucket", ""))))
             self._sums.setdefault(key, {})[event.rank] = (str(checksum), event)
-        why = _mismatch({**began, **attrs}, self._PREFIXES)
+        why = _mismatch({**began, **attrs}, self._PREFIXES) or (
+            _unchanged({**began, **attrs}) if event.action in ("write", "receive") else None
+        )
         if why is not None and len(self._found) < _KEPT:
             self._found.append(
                 Finding.on(
@@ -464,6 +467,17 @@ def _odd_sums(sums: dict[Name, tuple[str, Event]]) -> list[Finding]:
             guilty=tuple(guilty),
         )
     ]
+
+
+def _unchanged(attrs: Mapping[str, Any]) -> str | None:
+    """A new version whose sum is what it was before."""
+    if "version" not in attrs:
+        return None
+    for name in ("checksum", "digest", "hash", "sum"):
+        before, after = attrs.get(f"{name}_before"), attrs.get(f"{name}_after")
+        if before is not None and before == after:
+            return f"its {name} is what it was before ({str(after)[:16]})"
+    return None
 
 
 def _mismatch(attrs: Mapping[str, Any], prefixes: tuple[str, ...]) -> str | None:
