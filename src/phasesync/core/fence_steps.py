@@ -15,7 +15,7 @@ whether the fence is long over. Each of them may come by itself all the same, at
 second arrival with the nonce of the first is the first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phasesync.core import wire
@@ -308,6 +308,15 @@ def missing_ranks(space: Space, call: FenceCall) -> Steps:
     """The members that are not in the log."""
     log = yield Read(space.at(call.key.scope, call.key.generation).log)
     return missing_of(call, (a.rank for a in decode_arrivals(log or b"")))
+
+
+def arrivals_in(space: Space, scope: str, generations: Iterable[int]) -> Steps:
+    """What is in the logs of these fences of a scope, whoever asks; those tidied up have none."""
+    found: list[Arrival] = []
+    for generation in generations:
+        log = yield Read(space.at(scope, generation).log)
+        found += decode_arrivals(log or b"")
+    return tuple(found)
 
 
 def plainly(

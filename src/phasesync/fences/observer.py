@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from phasesync.core.fence import Lost
 from phasesync.core.fence_keys import Space
 from phasesync.core.fence_loss import reporting, sweeping
-from phasesync.core.model import RootCause
+from phasesync.core.fence_steps import arrivals_in
+from phasesync.core.model import Arrival, RootCause
 from phasesync.errors import StoreLost
 from phasesync.fences.lines import CONNECT_S, Lines, nothing
 
@@ -29,6 +30,12 @@ class StoreObserver:
     async def report_lost(self, cause: RootCause, *, incarnation: int) -> None:
         """As `FenceTransport.report_lost`."""
         await report(self._lines, self._space, cause, incarnation)
+
+    async def arrivals_in(self, scope: str, generations: range) -> tuple[Arrival, ...]:
+        """Who has arrived at these fences of a scope, as far as they are not tidied up."""
+        steps = arrivals_in(self._space, scope, generations)
+        found: tuple[Arrival, ...] = await self._lines.ask(steps)
+        return found
 
     async def close(self) -> None:
         """Remove the keys of the run if all its ranks have left or are lost, then end."""

@@ -25,10 +25,10 @@ from phasesync.core.plan import PLAN, Plan, Wait, text_digest
 from phasesync.core.protocol import WORLD
 from phasesync.errors import EpochFailed
 from phasesync.fences.base import FenceTransport
-from phasesync.journal import line_cut
+from phasesync.journal import Journal, line_cut
 from phasesync.runtime.walk import Walk
 
-__all__ = ("agree", "own_cause", "tell_unready")
+__all__ = ("agree", "call_off", "own_cause", "tell_unready", "write_plan")
 
 
 async def agree(walk: Walk, resolved: Callable[..., Plan], device: str, deadline_s: float) -> None:
@@ -38,8 +38,7 @@ async def agree(walk: Walk, resolved: Callable[..., Plan], device: str, deadline
         EpochFailed: ranks hold different plans, one has none, or somebody did not come.
     """
     plan, fences = walk.plan, walk.fences
-    wait = Wait(PLAN, plan.world, deadline_s, (), (), False)
-    call = replace(fences.call(plan, walk.machine.state, wait), epoch=Epoch(0), version=Version(0))
+    wait, call = _coming(walk, deadline_s)
     payload = (
         ("protocol", plan.protocol.name),
         ("what the protocol says", text_digest(plan.protocol)[:12]),
@@ -57,7 +56,12 @@ async def agree(walk: Walk, resolved: Callable[..., Plan], device: str, deadline
     fences.opened(call, answer)
     plan = walk.plan
     walk.journal.bind(digest=plan.digest)
-    walk.journal.write(
+    write_plan(walk.journal, plan, caller_joins=walk.caller_joins)
+
+
+def write_plan(journal: Journal, plan: Plan, *, caller_joins: bool) -> None:
+    """The line that says what all ranks go by: an auditor makes the plan again from it."""
+    journal.write(
         "plan",
         epoch=0,
         options=dict(plan.options),
@@ -65,8 +69,22 @@ async def agree(walk: Walk, resolved: Callable[..., Plan], device: str, deadline
         devices=list(plan.devices),
         place=list(plan.place),
         groups={name: [list(part) for part in parts] for name, parts in plan.groups},
-        caller_joins=walk.caller_joins or None,
+        caller_joins=caller_joins or None,
     )
+
+
+async def call_off(walk: Walk, error: Exception) -> None:
+    """Break the fence `plan` at which this rank waits itself: it has learned that not all come."""
+    _, call = _coming(walk, 0.0)
+    await walk.fences.shut(call, replace(own_cause(walk.rank, error), fence=PLAN))
+
+
+def _coming(walk: Walk, deadline_s: float) -> tuple[Wait, FenceCall]:
+    """The fence `plan`, and its instance that a rank comes to that has passed none."""
+    plan = walk.plan
+    wait = Wait(PLAN, plan.world, deadline_s, (), (), False)
+    call = walk.fences.call(plan, walk.machine.state, wait)
+    return wait, replace(call, epoch=Epoch(0), version=Version(0))
 
 
 async def tell_unready(

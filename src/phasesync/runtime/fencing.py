@@ -30,6 +30,7 @@ from phasesync.errors import FenceBroken, FenceError, StaleArrival, StoreLost, d
 from phasesync.fences.base import FenceTransport, Heartbeats
 from phasesync.journal import Journal, line_cut
 from phasesync.runtime.device import DevicePort
+from phasesync.runtime.parting import Elsewhere, elsewhere
 from phasesync.runtime.probe import Probe
 
 __all__ = ("RankFences",)
@@ -243,9 +244,17 @@ class RankFences:
         Nothing is written: as a rule nobody does, because all leave for the same reason.
         """
         for wait in fences_left(plan, self._index_in(plan), state):
-            call = self.call(plan, state, wait)
-            with contextlib.suppress(FenceError):
-                await self.transport.fail(call, self._arrival(call, cause=cause))
+            await self.shut(self.call(plan, state, wait), cause)
+
+    async def shut(self, call: FenceCall, cause: RootCause) -> None:
+        """Break a fence for whoever comes or waits there, without a word in the journal."""
+        with contextlib.suppress(FenceError):
+            await self.transport.fail(call, self._arrival(call, cause=cause))
+
+    def elsewhere(self, plan: Plan, state: RankState) -> Elsewhere | None:
+        """Where it shows that others begin the epoch that this rank, who leaves, does not."""
+        rank, came = self._index_in(plan), self._generations
+        return elsewhere(plan, rank, attempt=self._attempt, epoch=state.epoch, generations=came)
 
     def joined(self, call: FenceCall) -> Ticket:
         """The caller's own join stands for this fence: its word, with no arrivals to show."""

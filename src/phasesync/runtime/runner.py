@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
 from phasesync.core.kernel import Kind, RankState, Status
-from phasesync.core.model import OptionValue, Rank
+from phasesync.core.model import OptionValue, Rank, RootCause
 from phasesync.core.plan import Act, Plan, resolve
 from phasesync.core.protocol import PhaseDecl, Protocol
 from phasesync.errors import EpochOrderError, PlanError
@@ -27,11 +27,12 @@ from phasesync.fences.store import StoreFences
 from phasesync.journal import Journal
 from phasesync.lint import refuse
 from phasesync.runtime.actions import Action, bind, check_names
-from phasesync.runtime.agreeing import agree, own_cause
+from phasesync.runtime.agreeing import agree, call_off, own_cause
 from phasesync.runtime.calls import BlockingCalls
 from phasesync.runtime.device import DevicePort, HostDevice, check_established
 from phasesync.runtime.fencing import RankFences
 from phasesync.runtime.leaving import cancelled, failed, recover, recovery_is_due, unexpected
+from phasesync.runtime.parting import Elsewhere
 from phasesync.runtime.walk import Halt, Walk
 from phasesync.spec import load
 
@@ -224,19 +225,39 @@ class RankRunner:
             )
             self.journal.close()
 
-    async def withdraw(self, error: Exception) -> None:
+    async def left_by(self) -> RootCause | None:
+        """Why the epoch behind this rank failed for ranks that it shares only the last fence with.
+
+        For a caller who joins, and would rather know before the next epoch than in it: they may
+        have left the plan.
+        """
+        walk = self._walk
+        if self._busy or not self._open or walk.is_fresh() or not walk.rest_is_outside():
+            return None
+        return await walk.record_rest()
+
+    async def call_off(self, error: Exception) -> None:
+        """End a `start` that is under way, for all who wait to start: not everybody comes."""
+        await call_off(self._walk, error)
+
+    async def withdraw(self, error: Exception) -> Elsewhere | None:
         """Close between two epochs, and tell whoever enters the next one that this rank does not.
 
         For a rank whose configuration has changed, say: peers where it has not would wait for it.
+        The answer is where to look for those who are not told, because they share no fence with
+        it before the last, and go on; None where there are none, or another rank looks.
         """
         walk = self._walk
+        found = None
         if self._open and not self._busy:
             if walk.rest_is_outside() and not walk.is_fresh():
                 await walk.record_rest()
             state = walk.machine.state
             coming = state if walk.is_fresh() else RankState(epoch=state.epoch + 1)
+            found = self._fences.elsewhere(self.plan, coming)
             await self._fences.decline(self.plan, coming, own_cause(self.rank, error))
         await self.close()
+        return found
 
     @property
     def epoch(self) -> int:

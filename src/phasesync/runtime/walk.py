@@ -335,8 +335,9 @@ class Walk:
     def _is_outside(self, step: Step) -> bool:
         return step.joined if isinstance(step, Wait) else step.phase not in self._actions
 
-    async def record_rest(self) -> None:
-        """The caller has done the rest of the epoch, or would not be here: record its word.
+    async def record_rest(self) -> RootCause | None:
+        """The caller has done the rest of the epoch, or would not be here: record its word, and
+        say why the epoch failed elsewhere if it did.
 
         A failure elsewhere in the epoch is learned at its last fence, as by everybody; there is no
         elsewhere where all its members met at a fence behind which they had nothing to do.
@@ -351,8 +352,9 @@ class Walk:
                 self.fences.use_up((here,))
                 self.machine.fire(Kind.ARRIVE, here.fence)
                 self.machine.fire(Kind.ABORT)
-                return
+                return broken.cause
             self._joined(here)
+        return None
 
     def _have_met(self) -> bool:
         """Whether all members of the last fence were at the last one before the caller took over,

@@ -22,6 +22,7 @@ from phasesync.integrations.verl.place import (
 )
 from phasesync.integrations.verl.settings import Settings
 from phasesync.journal import Journal
+from phasesync.runtime.agreeing import write_plan
 from phasesync.spec import load
 
 __all__ = ("Observer",)
@@ -96,16 +97,7 @@ class _Notes:
         self._journal.bind(attempt=0, protocol=plan.protocol.name, digest=plan.digest)
         self._journal.write("rank.start", mode="observe")
         self._fence(Wait(PLAN, plan.world, 0.0, (), (), False), epoch=0)
-        self._journal.write(
-            "plan",
-            epoch=0,
-            options=dict(plan.options),
-            members=[str(member) for member in plan.members],
-            devices=list(plan.devices),
-            place=list(plan.place),
-            groups={name: [list(part) for part in parts] for name, parts in plan.groups},
-            caller_joins=True,
-        )
+        write_plan(self._journal, plan, caller_joins=True)
 
     @contextmanager
     def epoch(self) -> Iterator[None]:

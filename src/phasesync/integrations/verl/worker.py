@@ -5,15 +5,17 @@ a sync ends, a job that cannot start stops before it touches memory, and whoever
 body gets it untouched.
 """
 
+import asyncio
 import functools
 import inspect
 import os
 import warnings
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, TypeAlias
 
 from phasesync.core.model import OptionValue, Rank, RoleName, RootCause
-from phasesync.errors import EpochFailed, PlanChanged
+from phasesync.errors import EpochFailed, FenceError, PlanChanged
 from phasesync.fences.base import FenceTransport
 from phasesync.integrations.verl.naive import NaiveSync
 from phasesync.integrations.verl.observer import Observer
@@ -26,10 +28,13 @@ from phasesync.integrations.verl.place import (
 )
 from phasesync.integrations.verl.settings import Settings
 from phasesync.runtime import RankRunner, tell_unready
+from phasesync.runtime.alarm import ended
+from phasesync.runtime.parting import Elsewhere
 
 __all__ = ("PROTOCOL", "Worker", "worker_body")
 
 PROTOCOL = "colocated_each"
+LOOK_EVERY_S = 0.25  # How often a rank looks that has left a plan, and nobody else ever does.
 _KEPT = "_phasesync"
 Options: TypeAlias = dict[str, OptionValue]
 
@@ -74,6 +79,7 @@ class Worker:
         Raises:
             EpochFailed: it failed somewhere; the same root cause on every rank.
         """
+        await self._notice()
         if not self._gave_up and await self._ready():
             try:
                 await self._fenced(global_steps)
@@ -95,6 +101,19 @@ class Worker:
         finally:
             self._sync.drop()
             self._module.set_expandable_segments(True)
+
+    async def _notice(self) -> None:
+        """Where ranks of another replica have left the plan alone, this rank leaves it too.
+
+        They share no fence of a sync with it, so it has finished the one behind it.
+        """
+        if self._runner is None:
+            return
+        cause = await self._runner.left_by()
+        if cause is not None and cause.error_type == PlanChanged.__name__:
+            runner, self._runner = self._runner, None
+            await runner.close()
+            await self._tell(cause)
 
     async def _stays_behind(self, failed: EpochFailed) -> bool:
         """Where a peer has left the plan alone, tell it so, at the fence where it waits for all.
@@ -149,17 +168,23 @@ class Worker:
             await self._leave(PlanChanged(unread))
             await self._tell(error)
             raise
+        changed, others = None, None
         if self._runner is not None:
             if told == self._told:
                 return
-            await self._leave(PlanChanged(_changed(self._told, told)))
+            changed = PlanChanged(_changed(self._told, told))
+            others = await self._leave(changed)
         try:
             runner, sync = self._make(*told)
         except Exception as error:
             await self._tell(error)
             raise
         self._plans += 1
-        await runner.start()
+        looking = asyncio.create_task(self._look(runner, changed, others))
+        try:
+            await runner.start()
+        finally:
+            await ended(looking)
         self._runner, self._sync, self._told = runner, sync, told
 
     def _make(self, options: Options, groups: list[list[int]]) -> tuple[RankRunner, NaiveSync]:
@@ -203,11 +228,34 @@ class Worker:
             incarnation=self._plans,
         )
 
-    async def _leave(self, error: Exception) -> None:
+    async def _leave(self, error: Exception) -> Elsewhere | None:
         """The plan so far does not hold any more; who still goes by it does not wait for us."""
         runner, self._runner = self._runner, None
-        if runner is not None:
-            await runner.withdraw(error)
+        return None if runner is None else await runner.withdraw(error)
+
+    async def _look(
+        self, runner: RankRunner, changed: PlanChanged | None, others: Elsewhere | None
+    ) -> None:
+        """While ranks wait to begin anew, see whether another replica goes on as before: then
+        nobody waits for it any longer, and all who wait hear why."""
+        if others is None or self._met is None:
+            return
+        _, _, store, run = self._met
+        from phasesync.fences.observer import StoreObserver  # noqa: PLC0415
+
+        observer = StoreObserver(store, run=run, attempt=others.attempt)
+        with suppress(FenceError):  # Then the fence itself tells what is wrong.
+            await observer.connect()
+            try:
+                while True:
+                    await asyncio.sleep(LOOK_EVERY_S)
+                    came = await observer.arrivals_in(others.scope, others.generations)
+                    if (rank := others.begun_by(came)) is not None:
+                        said = f"{changed}, and {rank} has begun sync {others.epoch} as before"
+                        await runner.call_off(PlanChanged(said))
+                        return
+            finally:
+                await observer.close()
 
     async def _tell(self, error: Exception | RootCause) -> None:
         """This rank has no plan: its peers hear why, where they would have waited for it."""
