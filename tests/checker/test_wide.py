@@ -13,6 +13,7 @@ from phasesync.bench.check import MODELS
 from phasesync.checker.anyn import counts
 from phasesync.checker.frontier import Frontier
 from phasesync.checker.keys import Keys
+from phasesync.checker.many import Many
 from phasesync.checker.mutants import mutations
 from phasesync.checker.paths import lift
 from phasesync.checker.search import Budget, Found, search
@@ -107,13 +108,30 @@ def test_every_mistake_is_found_by_a_run_of_the_same_length(name: str) -> None:
     assert broken >= 3
 
 
+@pytest.mark.parametrize("how", SPACES, ids=["product", "orbits", "reduced"])
+@pytest.mark.parametrize("name", ["basic", "verl_stock"])
+def test_a_block_of_many_ranks_is_asked_rank_by_rank(name: str, how: How) -> None:
+    plan = resolve(load(name), 3, {"replica_size": 3})
+    assert Many.fits(Space(plan, ONE, 1).moves[0])
+    assert both(plan, ONE, **how).trail is None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_blocks_of_many_ranks_by_chance(seed: int) -> None:
+    dice = random.Random(seed)
+    protocol = chance.protocol(dice)
+    options = {**dice.choice(assignments(protocol)), "replica_size": 3}
+    plan = resolve(protocol, counts(protocol, 3), options)
+    both(plan, dice.choice([ONE, ALL]), symmetry=dice.random() < 0.5, reduction=dice.random() < 0.5)
+
+
 @pytest.mark.parametrize("defect", list(Defect), ids=lambda d: d.name.lower())
 def test_every_defect_has_the_same_states(defect: Defect) -> None:
     plan = resolve(load("colocated"), 2, {})
     both(replace(plan, defects=frozenset({defect})), ONE, 2, symmetry=False, reduction=False)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_protocols_by_chance(seed: int) -> None:
     dice = random.Random(seed)
     protocol = chance.protocol(dice)

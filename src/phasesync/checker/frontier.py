@@ -6,17 +6,20 @@ share. Whatever this file says of a step `Space.successors` says too: the one is
 other, and every test of the one asks the other.
 """
 
+from math import factorial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from phasesync.checker.keys import Column, Ids, Keys, Rows, masked
-from phasesync.checker.moves import Around, Moves
-from phasesync.checker.rows import Move
+from phasesync.checker.many import Many
+from phasesync.checker.moves import Moves
+from phasesync.checker.orbits import within
+from phasesync.checker.rows import Around, Move
 from phasesync.checker.space import ON_MEMORY, Space, State
 from phasesync.core.kernel import Kind
 
-__all__ = ("Edges", "Frontier")
+__all__ = ("Edges", "Frontier", "orders")
 
 _UNKNOWN = -1
 
@@ -39,8 +42,8 @@ class _Labels:
         self.all: list[tuple[Kind, str]] = []
         self._of: dict[tuple[Kind, str], int] = {}
 
-    def number(self, move: Move) -> int:
-        key = (move.kind, move.name)
+    def number(self, kind: Kind, name: str) -> int:
+        key = (kind, name)
         found = self._of.setdefault(key, len(self.all))
         if found == len(self.all):
             self.all.append(key)
@@ -63,6 +66,11 @@ class _Sums:
         self.resting = Column(np.bool_)
         self.held = Column(np.int64, 3 * pairs) if pairs else None
 
+    def take(self, columns: dict[str, Rows]) -> None:
+        """Takes in more blocks, column by column."""
+        for name, values in columns.items():
+            getattr(self, name).extend(values)
+
     def learn(self) -> None:
         """Takes in the blocks that were numbered since."""
         more = self.moves.summaries[len(self.awaits) :]
@@ -81,30 +89,30 @@ class _Sums:
             self.held.extend([each.held for each in more])
 
 
-class _Spans:
+class _Spans(NamedTuple):
     """For each context, where its moves stand in the list of all, and how many there are."""
 
-    def __init__(self) -> None:
-        self.start = Column(np.int64)
-        self.count = Column(np.int64)
+    start: Column
+    size: Column
 
     def grow(self, many: int) -> None:
         more = many - len(self.start)
         if more > 0:
             self.start.extend(np.full(more, _UNKNOWN))
-            self.count.extend(np.zeros(more))
+            self.size.extend(np.zeros(more))
 
 
 class _Kind:
     """The moves of blocks of one shape; each context (block, surroundings) is asked once."""
 
-    def __init__(self, moves: Moves, labels: _Labels, pairs: int) -> None:
+    def __init__(self, moves: Moves, labels: _Labels, pairs: int, only: bool) -> None:
         self.moves = moves
+        self.only = only
         self.labels = labels
         self.sums = _Sums(moves, pairs)
         self.contexts = Keys(2)
-        self.of = _Spans()
-        self.alone = _Spans()
+        self.of = _Spans(Column(np.int64), Column(np.int64))
+        self.alone = _Spans(Column(np.int64), Column(np.int64))
         self.block = Column(np.int64)
         self.arrives = Column(np.int64)
         self.breaks = Column(np.int64)
@@ -115,27 +123,54 @@ class _Kind:
 
     def known(self, parts: Rows, around: Ids) -> Ids:
         """The contexts of these blocks."""
-        ids, _ = self.contexts.add(np.stack((parts, around.astype(np.uint32)), axis=1))
+        contexts = np.stack((parts, around.astype(np.uint32)), axis=1)
+        if self.only:
+            self._forget()
+            self.contexts.rows.extend(contexts)
+            return np.arange(len(contexts))
+        ids, _ = self.contexts.add(contexts)
         return ids
 
     def ask(
         self, spans: _Spans, contexts: Ids, arounds: list[Around], *, alone: bool = False
     ) -> tuple[Ids, Ids]:
         """Where the moves of each context stand, and how many there are."""
-        spans.grow(len(self.contexts))
+        spans.grow(len(self.contexts.rows))
         new = np.unique(contexts[spans.start.all[contexts] == _UNKNOWN])
+        if len(new):
+            begin = len(self.block)
+            count = self._ask(self.contexts.rows.all[new], arounds, alone)
+            spans.start.all[new] = begin + np.cumsum(count) - count
+            spans.size.all[new] = count
+        return spans.start.all[contexts], spans.size.all[contexts]
+
+    def _ask(self, contexts: Rows, arounds: list[Around], alone: bool) -> Ids:
+        """Learns the moves of new contexts, in their order; how many each has."""
         asked = self.moves.alone if alone else self.moves.of
-        found: list[Move] = []
-        begin = len(self.block)
-        for context, (part, around) in zip(
-            new.tolist(), self.contexts.rows.all[new].tolist(), strict=True
-        ):
-            moves = asked(part, arounds[around])
-            spans.start.all[context] = begin + len(found)
-            spans.count.all[context] = len(moves)
-            found += moves
-        self._learn(found)
-        return spans.start.all[contexts], spans.count.all[contexts]
+        found = [asked(part, arounds[around]) for part, around in contexts.tolist()]
+        self._learn([move for moves in found for move in moves])
+        return np.array([len(moves) for moves in found], dtype=np.int64)
+
+    def _forget(self) -> None:
+        """Where a block is all there is, no context comes again."""
+        self.contexts.rows.clear()
+        for column in (self.block, self.arrives, self.breaks, self.faults, self.label):
+            column.clear()
+        for column in (self.bad, self.on_memory, *self.of, *self.alone):
+            column.clear()
+
+    def parts(self, numbers: Rows) -> Rows:
+        """Blocks by their numbers here, of those that `Moves` has given them."""
+        self.sums.learn()
+        return numbers
+
+    def numbers(self, part: int) -> int:
+        """And back."""
+        return part
+
+    def inner(self) -> Rows:
+        """In how many ways the ranks of each block can be told apart."""
+        return np.array([within(self.moves, part) for part in range(len(self.moves.blocks))])
 
     def _learn(self, moves: list[Move]) -> None:
         if not moves:
@@ -145,10 +180,62 @@ class _Kind:
         self.arrives.extend([move.arrives for move in moves])
         self.breaks.extend([masked(move.breaks) for move in moves])
         self.faults.extend([move.faults for move in moves])
-        self.label.extend([self.labels.number(move) for move in moves])
+        self.label.extend([self.labels.number(move.kind, move.name) for move in moves])
         self.bad.extend([move.bad for move in moves])
         self.on_memory.extend([move.kind in ON_MEMORY for move in moves])
         self.sums.learn()
+
+
+class _LargeKind(_Kind):
+    """The same of blocks of many ranks, which are numbered here and asked all at once."""
+
+    def __init__(self, moves: Moves, labels: _Labels, only: bool) -> None:
+        super().__init__(moves, labels, 0, only)
+        self.many = Many(moves, labels.number, ON_MEMORY)
+
+    def _ask(self, contexts: Rows, arounds: list[Around], alone: bool) -> Ids:
+        asked = self.many.alone if alone else self.many.of
+        moved = asked(contexts[:, 0], contexts[:, 1].astype(np.int64), arounds)
+        self.block.extend(self._numbered(moved.block))
+        self.arrives.extend(moved.arrives)
+        self.breaks.extend(moved.breaks)
+        self.faults.extend(moved.faults)
+        self.label.extend(moved.label)
+        self.bad.extend(moved.bad)
+        self.on_memory.extend(moved.on_memory)
+        return np.bincount(moved.source, minlength=len(contexts))
+
+    def _numbered(self, blocks: Rows) -> Ids:
+        ids, more = self.many.number(blocks)
+        if len(more):
+            self.sums.take(self.many.summaries(more))
+        return ids
+
+    def parts(self, numbers: Rows) -> Rows:
+        blocks = [self.moves.blocks[number] for number in numbers.tolist()]
+        shape = (len(blocks), self.many.blocks.width)
+        return self._numbered(np.array(blocks, dtype=np.int64).reshape(shape))
+
+    def numbers(self, part: int) -> int:
+        return self.moves.number(tuple(self.many.blocks.rows.all[part].tolist()))
+
+    def inner(self) -> Rows:
+        blocks = self.many.blocks.rows.all
+        found = np.ones(len(blocks), dtype=np.int64)
+        for group in self.moves.groups:
+            found *= orders(blocks[:, [2 + slot for slot in group]])
+        return found
+
+
+def orders(numbers: Rows) -> Ids:
+    """For each row of sorted numbers, in how many orders they can be told apart."""
+    many = numbers.shape[1]
+    alike = np.ones(len(numbers), dtype=np.int64)
+    run = alike.copy()
+    for at in range(1, many):
+        run = np.where(numbers[:, at] == numbers[:, at - 1], run + 1, 1)
+        alike *= run
+    return factorial(many) // alike
 
 
 class _Seen(NamedTuple):
@@ -170,7 +257,13 @@ class Frontier:
         assert space.fits_columns
         self.space = space
         self.labels = _Labels()
-        self.kinds = [_Kind(moves, self.labels, space.pairs) for moves in space.moves]
+        one = len(space.of) == 1
+        self.kinds = [
+            _LargeKind(moves, self.labels, one)
+            if Many.fits(moves)
+            else _Kind(moves, self.labels, space.pairs, one)
+            for moves in space.moves
+        ]
         self.of = [self.kinds[number] for number in space.kind]
         self.world = Keys(3, np.int64)
         self._around = Keys(4, np.int64)
@@ -185,14 +278,15 @@ class Frontier:
         world, _ = self.world.add(all_[:, :3])
         found = all_[:, 2:].astype(np.uint32)
         found[:, 0] = world
-        for kind in self.kinds:
-            kind.sums.learn()
+        for at, kind in enumerate(self.of):
+            found[:, at + 1] = kind.parts(found[:, at + 1])
         return found
 
     def state(self, row: Rows) -> State:
         """The state of one row."""
         world, *parts = row.tolist()
-        return (*self.world.rows.all[world].tolist(), *parts)
+        numbers = (kind.numbers(part) for kind, part in zip(self.of, parts, strict=True))
+        return (*self.world.rows.all[world].tolist(), *numbers)
 
     # ------------------------------------------------------------------------------- steps
 

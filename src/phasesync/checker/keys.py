@@ -39,9 +39,15 @@ class Column:
 
     def extend(self, values: Any) -> None:
         more = np.asarray(values, dtype=self._held.dtype)
+        if not len(more):
+            return
         self.room(len(more))
         self._held[self._count : self._count + len(more)] = more
         self._count += len(more)
+
+    def clear(self) -> None:
+        """Forgets all, and keeps the room."""
+        self._count = 0
 
     def room(self, many: int) -> None:
         """Room for so many more."""

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from math import factorial
 
+from phasesync.checker.moves import Moves
 from phasesync.checker.space import Space, State
 
 __all__ = ("product_of", "within")
@@ -25,7 +26,7 @@ def product_of(space: Space, states: Iterable[State]) -> int:
         for at, part in enumerate(parts):
             key = (space.kind[at], part)
             if key not in inner:
-                inner[key] = within(space, at, part)
+                inner[key] = within(space.of[at], part)
             size *= inner[key]
         for group in space.alike:
             size *= _orders([parts[at] for at in group])
@@ -33,9 +34,8 @@ def product_of(space: Space, states: Iterable[State]) -> int:
     return total
 
 
-def within(space: Space, at: int, part: int) -> int:
+def within(moves: Moves, part: int) -> int:
     """In how many ways the siblings of one block can be told apart."""
-    moves = space.of[at]
     units = moves.blocks[part][2:]
     size = 1
     for group in moves.groups:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from phasesync.core.kernel import Kind, RankState, Stage
 from phasesync.core.plan import Act, Wait
 
-__all__ = ("NEVER", "Bits", "Facts", "Go", "Memo", "Move", "Row", "Rows")
+__all__ = ("NEVER", "Around", "Bits", "Facts", "Go", "Memo", "Move", "Row", "Rows")
 
 #: Later than every epoch: from then on a rank that lives is missing.
 NEVER = 1 << 30
@@ -56,6 +56,17 @@ class Move(NamedTuple):
     faults: int = 0
     bad: bool = False
     earlier: bool = False  # all epochs were renumbered, one down
+
+
+class Around(NamedTuple):
+    """What a block sees of the rest: world fences, whether faults are left, and of the dead."""
+
+    open: int
+    broken: int
+    awaited: int
+    may_fault: bool
+    missing: int  # the epoch from which on somebody dead is missing
+    orphaned: int = 0  # world fences, of recoveries, that a notice of a death decides
 
 
 class Facts(NamedTuple):

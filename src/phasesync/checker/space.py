@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from phasesync.checker.blocks import Block, blocks, shape
-from phasesync.checker.moves import Around, Moves, Summary
-from phasesync.checker.rows import NEVER, Bits, Move
+from phasesync.checker.moves import Moves, Summary
+from phasesync.checker.rows import NEVER, Around, Bits, Move
 from phasesync.checker.tables import Tables
 from phasesync.core.kernel import Faults, Kind, System, Verdict, initial
 from phasesync.core.plan import Defect, Plan

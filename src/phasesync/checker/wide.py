@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from phasesync.checker.bounds import Budget, Found, Label, Parents, trail_of
-from phasesync.checker.frontier import Edges, Frontier
+from phasesync.checker.frontier import Edges, Frontier, orders
 from phasesync.checker.keys import Column, Ids, Keys, Rows
-from phasesync.checker.orbits import product_of, within
+from phasesync.checker.orbits import product_of
 from phasesync.checker.space import Space, State
 
 __all__ = ("go_on",)
@@ -41,7 +41,7 @@ def go_on(
     labels = search.frontier.labels.all
     found.reached |= {labels[number] for number in np.flatnonzero(search.used.all).tolist()}
     if found.trail is None and found.bound is None:
-        found.product = _product(space, search.seen.rows.all)
+        found.product = search.product()
     return found
 
 
@@ -137,31 +137,20 @@ class _Wide:
             row = int(self.source.all[at])
         return (*trail_of(self.parents, self.first[row]), *reversed(steps))
 
-
-def _product(space: Space, rows: Rows) -> int:
-    """How many states these rows stand for."""
-    if not space.symmetry:
-        return len(rows)
-    sizes = [np.ones(len(rows), dtype=np.int64)]
-    most = 1
-    for at, moves in enumerate(space.of):
-        inner = np.array([within(space, at, part) for part in range(len(moves.blocks))])
-        sizes.append(inner[rows[:, at + 1]])
-        most *= int(inner.max())
-    for group in space.alike:
-        most *= factorial(len(group))
-        sizes.append(_orders(rows[:, [at + 1 for at in group]]))
-    if most.bit_length() > _EXACT_BITS:
-        return product_of(space, ((0, 0, 0, *parts) for _, *parts in rows.tolist()))
-    return sum(np.prod(sizes, axis=0).tolist())
-
-
-def _orders(blocks: Rows) -> Ids:
-    """For each row of sorted blocks, in how many orders they can be told apart."""
-    many = blocks.shape[1]
-    alike = np.ones(len(blocks), dtype=np.int64)
-    run = alike.copy()
-    for at in range(1, many):
-        run = np.where(blocks[:, at] == blocks[:, at - 1], run + 1, 1)
-        alike *= run
-    return factorial(many) // alike
+    def product(self) -> int:
+        """How many states all rows stand for."""
+        space, rows = self.frontier.space, self.seen.rows.all
+        if not space.symmetry:
+            return len(rows)
+        sizes = [np.ones(len(rows), dtype=np.int64)]
+        most = 1
+        for at, kind in enumerate(self.frontier.of):
+            inner = kind.inner()
+            sizes.append(inner[rows[:, at + 1]])
+            most *= int(inner.max())
+        for group in space.alike:
+            most *= factorial(len(group))
+            sizes.append(orders(rows[:, [at + 1 for at in group]]))
+        if most.bit_length() > _EXACT_BITS:
+            return product_of(space, map(self.frontier.state, rows))
+        return sum(np.prod(sizes, axis=0).tolist())
