@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from phasesync.errors import EpochFailed, FenceBroken
+from phasesync.errors import EpochFailed, FenceBroken, PhasesyncError, PlanError
 from phasesync.spec import load
-from phasesync.world import InTurn, Outcome, SimFailed, SimRank, SimWorld
+from phasesync.world import Injected, InTurn, Outcome, SimFailed, SimRank, SimWorld
 from phasesync.world.schedule import read_schedule, write_schedule
 
 
@@ -109,6 +109,56 @@ def test_every_strategy_finds_it_also_where_places_take_their_time(strategy: str
 def test_a_fault_at_a_place_that_is_none_fails() -> None:
     with pytest.raises(SimFailed, match="never struck: no rank came to 'offlaod', but to offload"):
         SimWorld(2, faults=["crash:1@offlaod"]).run(fenced)
+
+
+def test_a_fault_at_a_rank_that_is_none_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"crash:9@offload: there is no rank 9; there are 2"):
+        SimWorld(2, faults=["crash:9@offload"])
+
+
+def test_an_arrival_that_is_lost_ends_at_the_deadline() -> None:
+    world = SimWorld(2, faults=["drop:arrive@memory_released:1"])
+    outcome = world.run(fenced, allow=(FenceBroken,))
+    assert outcome.time_s == 300.0
+    assert set(outcome.raised) == {"trainer/0", "trainer/1"}
+    assert "trainer/1 did not come at fence" in str(outcome.raised["trainer/0"])
+    said = [event.text for event in outcome.events if event.rank == "trainer/1"]
+    assert "loses its arrival at memory_released" in said
+    with pytest.raises(SimFailed, match="no rank came to 'later', but to memory_released"):
+        SimWorld(2, faults=["drop:arrive@later"]).run(fenced)
+
+
+def test_a_rank_dies_at_a_fence() -> None:
+    outcome = SimWorld(3, faults=["crash:1@memory_released"]).run(fenced, allow=(FenceBroken,))
+    assert outcome.crashed == ["trainer/1"]
+    assert set(outcome.raised) == {"trainer/0", "trainer/2"}
+
+
+def test_a_fault_without_a_place_strikes_once() -> None:
+    async def main(rank: SimRank) -> int:
+        failed = 0
+        for name in ("offload", "empty_cache"):
+            try:
+                await rank.at(name)
+            except Injected:
+                failed += 1
+        return failed
+
+    outcome = SimWorld(2, faults=["fail:1"]).run(main)
+    assert outcome.results == {"trainer/0": 0, "trainer/1": 1}
+
+
+def test_one_rank_with_another_option_is_told_at_the_plan_fence(tmp_path: Path) -> None:
+    async def main(rank: SimRank) -> None:
+        async with rank.runner("colocated", actions=actions([])) as runner:
+            await runner.run_epoch()
+
+    fault = "mixed:param_offload=false@1"
+    outcome = SimWorld(2, faults=[fault], runs=tmp_path).run(main, allow=(PhasesyncError,))
+    assert set(outcome.raised) == {"trainer/0", "trainer/1"}
+    assert "param_offload" in str(outcome.raised["trainer/0"])
+    with pytest.raises(SimFailed, match="no rank 1 asked for rank"):
+        SimWorld(2, faults=[fault]).run(fenced)
 
 
 def test_in_turn_alone_does_not_find_it() -> None:

@@ -6,7 +6,9 @@ happens depends on the order of calls alone.
 
 import asyncio
 import secrets
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import TypeAlias
 
 from phasesync.core.fence import Lost, cancelled, missing_of
 from phasesync.core.fence_hub import Hub, Instance
@@ -21,7 +23,9 @@ from phasesync.core.model import (
 )
 from phasesync.errors import FenceBroken, StaleArrival, StoreLost
 
-__all__ = ("InProcessEndpoint", "InProcessFences")
+__all__ = ("Gate", "InProcessEndpoint", "InProcessFences")
+
+Gate: TypeAlias = Callable[[FenceCall], Awaitable[bool]]
 
 
 class InProcessFences:
@@ -31,19 +35,25 @@ class InProcessFences:
         self.boot = secrets.token_hex(8)
         self._hub = Hub()
 
-    def endpoint(self, rank: Rank, incarnation: int = 0) -> "InProcessEndpoint":
-        """The transport of one rank. A new incarnation is no longer lost."""
+    def endpoint(
+        self, rank: Rank, incarnation: int = 0, *, gate: "Gate | None" = None
+    ) -> "InProcessEndpoint":
+        """The transport of one rank. A new incarnation is no longer lost.
+
+        A simulation has a `gate`: it is awaited before each arrival, and says whether that comes.
+        """
         self._hub.come_back(rank, incarnation)
-        return InProcessEndpoint(self._hub, rank, self.boot)
+        return InProcessEndpoint(self._hub, rank, self.boot, gate)
 
 
 class InProcessEndpoint:
     """One rank's transport (see `fences.base.FenceTransport`)."""
 
-    def __init__(self, hub: Hub, rank: Rank, boot: str) -> None:
+    def __init__(self, hub: Hub, rank: Rank, boot: str, gate: "Gate | None" = None) -> None:
         self.rank = rank
         self.boot = boot
         self._hub = hub
+        self._gate = gate
         self._closed = False
 
     async def connect(self) -> None:
@@ -51,7 +61,8 @@ class InProcessEndpoint:
 
     async def arrive(self, call: FenceCall, arrival: Arrival) -> Opened:
         self._check()
-        instance = self._hub.arrive(call, arrival)
+        comes = self._gate is None or await self._gate(call)
+        instance = self._hub.arrive(call, arrival) if comes else self._hub.instance(call)
         order = len(instance.arrivals)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(call.deadline_s, self._hub.expire, instance, self.rank)

@@ -38,7 +38,7 @@ from phasesync.core.model import (
 from phasesync.errors import PlanError
 from phasesync.fences.inprocess import InProcessEndpoint, InProcessFences
 from phasesync.runtime import RankRunner
-from phasesync.simulator.faults import Fault, parse_fault
+from phasesync.simulator.faults import Fault, parse_faults
 from phasesync.world.loop import RANK, Deadlock, Loop
 from phasesync.world.schedule import (
     Pct,
@@ -124,9 +124,10 @@ class SimRank:
         self.number = number
         self.rank = Rank(RoleName(world.role), number)
         self.name = str(self.rank)
-        self.fences: InProcessEndpoint = fences.endpoint(self.rank)
+        self.fences: InProcessEndpoint = fences.endpoint(self.rank, gate=self._at_fence)
         self._generation = count()
         self._seen: dict[str, int] = {}
+        self._came: dict[str, int] = {}
 
     @property
     def ranks(self) -> int:
@@ -147,23 +148,42 @@ class SimRank:
         turn = self._seen[name] = self._seen.get(name, 0) + 1
         self.world.places[name] = None
         factor = 1.0
-        for fault in self.world.faults:
+        for fault in self.world.planted("crash", "fail", "hang", "slow"):
             if not fault.hits(self.number, name, turn):
                 continue
             self.world.struck.add(fault)
-            match fault.kind:
-                case "crash":
-                    await self.world.crash(self)
-                case "fail":
-                    self.record(f"fails in {name}")
-                    raise Injected(f"{self.name} fails in {name}")
-                case "hang":
-                    self.record(f"hangs in {name}")
-                    await asyncio.get_running_loop().create_future()
-                case _:
-                    factor *= fault.factor
+            if fault.kind == "slow":
+                factor *= fault.factor
+            elif fault.kind == "fail":
+                self.record(f"fails in {name}")
+                raise Injected(f"{self.name} fails in {name}")
+            else:
+                await self._gone(fault, name)
         self.record(name)
         return factor
+
+    async def _gone(self, fault: Fault, name: str) -> None:
+        """Of a crash and of a hang nobody comes back."""
+        if fault.kind == "crash":
+            await self.world.crash(self)
+        self.record(f"hangs in {name}")
+        await asyncio.get_running_loop().create_future()
+
+    async def _at_fence(self, call: FenceCall) -> bool:
+        """Come to a fence, and to the faults that are planted there; whether its arrival comes."""
+        name = str(call.fence)
+        turn = self._came[name] = self._came.get(name, 0) + 1
+        self.world.fences[name] = None
+        for fault in self.world.planted("crash", "hang"):
+            if fault.place and fault.hits(self.number, name, turn):
+                self.world.struck.add(fault)
+                await self._gone(fault, name)
+        for fault in self.world.planted("drop"):
+            if fault.rank in (None, self.number) and fault.place in ("", name):
+                self.world.struck.add(fault)
+                self.record(f"loses its arrival at {name}")
+                return False
+        return True
 
     async def fence(
         self, name: str, *, members: Sequence[int] | None = None, deadline_s: float = 300.0
@@ -220,8 +240,17 @@ class SimRank:
             runs=settings.pop("runs", None) or self.world.folder(),
             wall=loop.time,
             mono_ns=lambda: int(loop.time() * 1e9),
-            **settings,
+            **self._options(settings),
         )
+
+    def _options(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """What a runner is given, with the options that a fault gives this rank alone."""
+        for fault in self.world.planted("mixed"):
+            if fault.rank == self.number:
+                self.world.struck.add(fault)
+                options = {**(settings.get("options") or {}), fault.option: fault.value}
+                settings = {**settings, "options": options}
+        return settings
 
     def _planted(self, name: str, action: Callable[..., Any]) -> Callable[..., Any]:
         takes_turn = _takes_turn(action)
@@ -267,10 +296,17 @@ class SimWorld:
         self.seed = seed
         self.role = role
         self.runs = runs
-        self.faults = tuple(parse_fault(f) if isinstance(f, str) else f for f in faults)
+        self.faults = tuple(
+            each
+            for fault in faults
+            for each in (parse_faults(fault) if isinstance(fault, str) else (fault,))
+        )
+        if odd := [each for each in self.faults if (each.rank or 0) >= ranks]:
+            raise PlanError(f"{odd[0]}: there is no rank {odd[0].rank}; there are {ranks}")
         self.blocking_s = blocking_s
         self.spread = spread
         self.places: dict[str, None] = {}
+        self.fences: dict[str, None] = {}
         self.struck: set[Fault] = set()
         self._timeless = False
         self._loop: Loop | None = None
@@ -290,6 +326,14 @@ class SimWorld:
                 "a runner writes a journal; give the world a folder: SimWorld(runs=...)"
             )
         return self.runs
+
+    def planted(self, *kinds: str) -> list[Fault]:
+        """The faults of these kinds that may still strike: each does once, but for who is slow."""
+        return [
+            fault
+            for fault in self.faults
+            if fault.kind in kinds and (fault.kind == "slow" or fault not in self.struck)
+        ]
 
     def pace(self, what: str) -> float:
         """How long something takes, as a factor; the same seed, the same pace."""
@@ -348,7 +392,7 @@ class SimWorld:
             case _:
                 scheduler = schedule
         self._timeless = scheduler.timeless
-        self.places, self.struck = {}, set()
+        self.places, self.fences, self.struck = {}, {}, set()
         self._outcome = outcome = Outcome(seed=self.seed, spread=self.spread)
         loop = self._loop = Loop(scheduler, blocking_s=self.blocking_s)
         loop.set_exception_handler(lambda *_: None)
@@ -414,10 +458,23 @@ class SimWorld:
                 return f"{rank} raised {type(error).__name__}: {error}"
         for rank, what, took in self._loop.blocked:
             return f"{rank} blocked the event loop for {took:.2f} s in {what}"
-        unknown = [f for f in self.faults if f.place and f.place not in self.places]
-        if unknown and not self.struck:
-            came = ", ".join(self.places) or "no place at all"
-            return f"{unknown[0]} never struck: no rank came to {unknown[0].place!r}, but to {came}"
+        return None if self.struck else self._misses()
+
+    def _misses(self) -> str | None:
+        """Where no fault struck, one that cannot have."""
+        for fault in self.faults:
+            places = {
+                "drop": [*self.fences],
+                "mixed": [],
+                "fail": [*self.places],
+                "slow": [*self.places],
+            }.get(fault.kind, [*self.places, *self.fences])
+            if fault.kind == "mixed":
+                return f"{fault} never struck: no rank {fault.rank} asked for rank.runner(...)"
+            if fault.place not in places and (fault.place or not places):
+                where = repr(fault.place) if fault.place else "any place where it can"
+                came = ", ".join(places) or "none at all"
+                return f"{fault} never struck: no rank came to {where}, but to {came}"
         return None
 
     def _leave(self, loop: Loop) -> None:
