@@ -113,7 +113,7 @@ def test_audit_writes_a_page_and_a_trace(run: Run, tmp_path: Path) -> None:
         (["import", "verl", "/nosuch"], "no such file or folder"),
         (["import", "word", __file__], "no importer 'word'"),
         (["collect", "/nosuch"], "/nosuch"),
-        (["bench", "fence", "--sizes", "x"], "are no sizes"),
+        (["bench", "fence", "--sizes", "x"], "--sizes takes numbers from 1 on"),
     ],
 )
 def test_a_mistake_gets_one_line(run: Run, arguments: list[str], says: str) -> None:
