@@ -137,8 +137,13 @@ class ProtocolItem(pytest.Item):
             raise ProtocolFailed("\n".join(survey_lines(found)))
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
-        if isinstance(excinfo.value, ProtocolFailed):
-            return str(excinfo.value)
+        from phasesync.errors import ProtocolError
+
+        match excinfo.value:
+            case ProtocolFailed() as failed:
+                return str(failed)
+            case ProtocolError() as error:
+                return "\n".join(map(str, (error, *error.others)))
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:

@@ -87,10 +87,13 @@ def test_protocol_files_are_tests_when_asked_for(tmp_path: Path) -> None:
     bad = good.replace("- {fence: memory_released", "- {fence: later").replace("sync", "sinc", 0)
     lines = [line for line in bad.splitlines() if "fence: later" not in line]
     (tmp_path / "broken.yaml").write_text("\n".join(lines) + "\n")
+    (tmp_path / "typo.yaml").write_text(good.replace("uses: params", "usez: params"))
     assert run(tmp_path)[0] == 5, "nothing is collected unasked"
     code, text = run(tmp_path, "--phasesync", "-k", "holds", "-rA")
     assert code == 1
-    assert "1 failed, 1 passed" in text
+    assert "2 failed, 1 passed" in text
+    assert "typo.yaml:18:19: unknown key 'usez' in phase 'sync'; did you mean 'uses'?" in text
+    assert "pluggy" not in text
     assert "kv_cache and params together" in text
     assert "other.yaml" not in text
 

@@ -207,11 +207,40 @@ def test_who_waits_for_ever_is_named() -> None:
 
 
 def test_a_hang_ends_the_others_wait_at_the_deadline() -> None:
-    world = SimWorld(2, faults=["hang:1@offload"])
-    with pytest.raises(SimFailed, match="waits for ever: trainer/1") as failed:
-        world.run(fenced, allow=(FenceBroken,))
-    assert isinstance(failed.value.outcome.raised["trainer/0"], FenceBroken)
-    assert failed.value.outcome.time_s == 300.0
+    outcome = SimWorld(2, faults=["hang:1@offload"]).run(fenced, allow=(FenceBroken,))
+    assert outcome.hung == ["trainer/1"]
+    assert isinstance(outcome.raised["trainer/0"], FenceBroken)
+    assert outcome.time_s == 300.0
+
+
+def test_who_waits_for_a_rank_that_hangs_waits_for_ever() -> None:
+    """Nothing like a deadline ends it: the fault is planted, what comes of it is the code's."""
+    over: list[asyncio.Event] = []
+
+    async def main(rank: SimRank) -> None:
+        if rank.number == 0:
+            over.append(asyncio.Event())
+        await rank.at("offload")
+        if rank.number == 1:
+            over[-1].set()
+        await over[-1].wait()
+
+    with pytest.raises(SimFailed, match=r"waits for ever: trainer/0 \(last: offload\)"):
+        SimWorld(2, seed=1, faults=["hang:1@offload"]).run(main, schedule=InTurn())
+
+
+def test_a_rank_that_is_called_back_from_a_hang_goes_on() -> None:
+    async def main(rank: SimRank) -> str:
+        try:
+            async with asyncio.timeout(5):
+                await rank.at("offload")
+        except TimeoutError:
+            return "gave up"
+        return "done"
+
+    outcome = SimWorld(2, faults=["hang:1@offload"]).run(main)
+    assert outcome.results == {"trainer/0": "done", "trainer/1": "gave up"}
+    assert outcome.hung == []
 
 
 def test_blocking_calls_are_named() -> None:

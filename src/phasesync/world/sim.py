@@ -94,6 +94,7 @@ class Outcome:
     results: dict[str, Any] = field(default_factory=dict)
     raised: dict[str, BaseException] = field(default_factory=dict)
     crashed: list[str] = field(default_factory=list)
+    hung: list[str] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     schedule: str = ""
     time_s: float = 0.0
@@ -163,11 +164,15 @@ class SimRank:
         return factor
 
     async def _gone(self, fault: Fault, name: str) -> None:
-        """Of a crash and of a hang nobody comes back."""
+        """Nobody comes back from a crash, and from a hang only who is called back."""
         if fault.kind == "crash":
             await self.world.crash(self)
         self.record(f"hangs in {name}")
-        await asyncio.get_running_loop().create_future()
+        self.world.hanging.add(self.name)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:  # Somebody's patience was over, and the rank goes on.
+            self.world.hanging.discard(self.name)
 
     async def _at_fence(self, call: FenceCall) -> bool:
         """Come to a fence, and to the faults that are planted there; whether its arrival comes."""
@@ -308,6 +313,7 @@ class SimWorld:
         self.places: dict[str, None] = {}
         self.fences: dict[str, None] = {}
         self.struck: set[Fault] = set()
+        self.hanging: set[str] = set()
         self._timeless = False
         self._loop: Loop | None = None
         self._outcome = Outcome(seed=seed)
@@ -392,7 +398,7 @@ class SimWorld:
             case _:
                 scheduler = schedule
         self._timeless = scheduler.timeless
-        self.places, self.fences, self.struck = {}, {}, set()
+        self.places, self.fences, self.struck, self.hanging = {}, {}, set(), set()
         self._outcome = outcome = Outcome(seed=self.seed, spread=self.spread)
         loop = self._loop = Loop(scheduler, blocking_s=self.blocking_s)
         loop.set_exception_handler(lambda *_: None)
@@ -443,10 +449,15 @@ class SimWorld:
             if not self._done[rank.number].done():
                 self._done[rank.number].set_result(None)
 
-    def _who_waits(self) -> str:
-        waiting = [
+    def _who_waits(self) -> str | None:
+        """Who waits for ever, beside those who hang because a fault says so."""
+        left = [
             f"{self.role}/{number}" for number, done in enumerate(self._done) if not done.done()
         ]
+        self._outcome.hung = [rank for rank in left if rank in self.hanging]
+        waiting = [rank for rank in left if rank not in self.hanging]
+        if not waiting:
+            return None
         where = {event.rank: event.text for event in self._outcome.events}
         said = (f"{rank} (last: {where.get(rank, 'nothing')})" for rank in waiting)
         return "waits for ever: " + ", ".join(said)
