@@ -137,18 +137,12 @@ class FenceWorld:
 
 def arrives(call: FenceCall, rank: Rank, **changed: object) -> Arrival:
     """A healthy arrival of `rank`, with what is `changed`."""
-    arrival = Arrival(
-        rank=rank,
-        incarnation=0,
-        nonce=secrets.token_hex(8),
-        fence=call.fence,
-        epoch=call.epoch,
-        version=call.version,
-        digest=call.digest,
-        seq=100 + rank.number,
-        free_bytes=rank.number << 30,
-    )
-    return replace(arrival, **changed)  # type: ignore[arg-type]
+    usual = {
+        "nonce": secrets.token_hex(8),
+        "seq": 100 + rank.number,
+        "free_bytes": rank.number << 30,
+    }
+    return call.arrival(rank, **usual | changed)
 
 
 def failure_of(rank: Rank) -> RootCause:

@@ -47,17 +47,7 @@ FAILED = RootCause(kind="failed", ranks=(T1,), phase="offload", error_type="Valu
 
 
 def came(rank: Rank, **changed: object) -> Arrival:
-    arrival = Arrival(
-        rank=rank,
-        incarnation=0,
-        nonce=f"n{rank.number}",
-        fence=CALL.fence,
-        epoch=CALL.epoch,
-        version=CALL.version,
-        digest=CALL.digest,
-        seq=rank.number,
-    )
-    return replace(arrival, **changed)  # type: ignore[arg-type]
+    return CALL.arrival(rank, **{"nonce": f"n{rank.number}", "seq": rank.number} | changed)
 
 
 def broken(*arrivals: Arrival, expired: bool = False, lost: tuple[Lost, ...] = ()) -> Broken:

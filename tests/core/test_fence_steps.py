@@ -142,16 +142,7 @@ class World:
         )
 
     def arrival(self, rank: Rank, generation: int) -> Arrival:
-        return Arrival(
-            rank=rank,
-            incarnation=0,
-            nonce=f"{rank}@{generation}",
-            fence=FenceName("f"),
-            epoch=Epoch(0),
-            version=Version(0),
-            digest=Digest("d"),
-            seq=generation,
-        )
+        return self.call(generation).arrival(rank, nonce=f"{rank}@{generation}", seq=generation)
 
     def life(self, rank: Rank) -> Life:
         """A rank goes through every generation; after a break it goes on to the next."""

@@ -83,13 +83,10 @@ def arrival_of(part: Part, call: FenceCall) -> Arrival:
     rank = rank_of(part.number)
     acts = part.act if call.key.generation == part.acts_at else "well"
     cause = RootCause(kind="failed", ranks=(rank,), error_type="ValueError", error="no room")
-    return Arrival(
-        rank=rank,
-        incarnation=0,
+    return call.arrival(
+        rank,
         nonce=os.urandom(8).hex(),
-        fence=call.fence,
         epoch=Epoch(5) if acts == "epoch" else call.epoch,
-        version=call.version,
         digest=Digest("d2") if acts == "digest" else call.digest,
         seq=call.key.generation,
         cause=cause if acts == "fails" else None,

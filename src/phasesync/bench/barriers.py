@@ -130,17 +130,8 @@ def _members(place: Place) -> tuple[Rank, ...]:
 
 
 def arrival_of(place: Place, call: FenceCall) -> Arrival:
-    return Arrival(
-        rank=Rank(RoleName("trainer"), place.number),
-        incarnation=0,
-        nonce=secrets.token_hex(8),
-        fence=call.fence,
-        epoch=call.epoch,
-        version=call.version,
-        digest=call.digest,
-        seq=call.key.generation,
-        free_bytes=1 << 34,
-    )
+    nonce, seq = secrets.token_hex(8), call.key.generation
+    return call.arrival(_rank(place), nonce=nonce, seq=seq, free_bytes=1 << 34)
 
 
 async def _over(place: Place, endpoint: Any) -> Fence:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
@@ -176,10 +177,15 @@ def _endpoint(transport: str, place: Place) -> Any:
         return TcpFences(place.coordinator, rank=rank, run=place.run, token="bench")
     from phasesync.fences.store import StoreFences  # noqa: PLC0415
 
-    dist: Any = import_module("torch.distributed")
-    client = dist.TCPStore("127.0.0.1", place.port, is_master=False, wait_for_workers=False)
     host = f"host-{place.number // HOST}"
-    return StoreFences(client, rank=rank, run=place.run, host=host)
+    return StoreFences(_client(place.port), rank=rank, run=place.run, host=host)
+
+
+@lru_cache
+def _client(port: int) -> Any:
+    """The store's own client, which the endpoints of a process share."""
+    dist: Any = import_module("torch.distributed")
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
 
 def clients_table(rows: Sequence[ClientRow]) -> str:

@@ -4,7 +4,7 @@ One word a thing, everywhere: code, YAML, journal, errors and documentation.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, NewType, TypeAlias
+from typing import Any, NamedTuple, NewType, TypeAlias
 
 __all__ = (
     "Arrival",
@@ -88,6 +88,19 @@ class FenceCall:
     digest: Digest
     members: tuple[Rank, ...]
     deadline_s: float
+
+    def arrival(self, rank: Rank, **said: Any) -> "Arrival":
+        """The arrival of a rank that agrees; `said` is what else it says, its nonce at least."""
+        agreed: dict[str, Any] = {
+            "rank": rank,
+            "incarnation": 0,
+            "fence": self.fence,
+            "epoch": self.epoch,
+            "version": self.version,
+            "digest": self.digest,
+            "seq": 0,
+        }
+        return Arrival(**agreed | said)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from phasesync.core.fence_hub import Hub, Instance
-from phasesync.core.model import Arrival, Broken, FenceCall, Opened, Rank, RootCause
+from phasesync.core.model import Broken, FenceCall, Opened, Rank, RootCause
 from phasesync.errors import FenceBroken
 
 __all__ = ("Joined", "cause_of", "in_thread", "join")
@@ -119,19 +119,8 @@ def _arrive(
 ) -> None:
     error = asyncio.CancelledError() if task.cancelled() else task.exception()
     call = instance.call
-    instance.take(
-        Arrival(
-            rank=rank,
-            incarnation=0,
-            nonce=secrets.token_hex(8),
-            fence=call.fence,
-            epoch=call.epoch,
-            version=call.version,
-            digest=call.digest,
-            seq=seq,
-            cause=None if error is None else cause(rank, error),
-        )
-    )
+    why = None if error is None else cause(rank, error)
+    instance.take(call.arrival(rank, nonce=secrets.token_hex(8), seq=seq, cause=why))
     instance.judge([], None)
 
 

@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -357,7 +358,7 @@ class Lines:
         name = f"{self._name}.way"
         with suppress(TimeoutError, StoreLost, RuntimeError, OSError):
             async with asyncio.timeout(REHEARSAL_S):
-                found = await _find_way(self._store, name)
+                found = await _known_way(self._store, name)
                 if found is None:
                     return
                 self._way, line = found
@@ -456,6 +457,20 @@ class Lines:
             line = _Line(self._store, self, name)
         self._all.append(line)
         return line
+
+
+_WAYS: "weakref.WeakKeyDictionary[Any, Way]" = weakref.WeakKeyDictionary()
+
+
+async def _known_way(store: "Store", name: str) -> tuple[Way, DirectLine] | None:
+    """As `_find_way`, of which one rehearsal is enough for all endpoints that share a client."""
+    way = _WAYS.get(store)
+    if way is not None:
+        return way, DirectLine(way, lambda _, future, *came: settle(future, *came), name)
+    found = await _find_way(store, name)
+    if found is not None:
+        _WAYS[store] = found[0]
+    return found
 
 
 async def _find_way(store: "Store", name: str) -> tuple[Way, DirectLine] | None:

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 
 __all__ = ("GRACE_S", "StoreFences", "StoreObserver", "default_store")
 
+LOOK_S_MAX = 4.0  # Thousands who look for each other all the time would keep a store busy.
 ASK_AGAIN_S = 1.0  # Breaks that come together ask once what the others do.
 
 
@@ -145,6 +146,8 @@ class StoreFences:
         self._neighbours = Neighbours(self._gone)
         self._pids: dict[Rank, int] = {}
         self._look: asyncio.TimerHandle | None = None
+        self._look_s = HEARTBEAT_S
+        self._near_by = 0
         self._is_closing = False
 
     @classmethod
@@ -276,7 +279,10 @@ class StoreFences:
                 self._wards.watch(process.rank, process.incarnation, process.address)
         loop = asyncio.get_running_loop()
         if not any(scope.opened is not None for scope in self._slots.scopes.values()):
-            self._look = loop.call_later(HEARTBEAT_S, self._look_again)
+            near_by = len(here) + len(near)
+            is_new, self._near_by = near_by != self._near_by, near_by
+            self._look_s = HEARTBEAT_S if is_new else min(2 * self._look_s, LOOK_S_MAX)
+            self._look = loop.call_later(self._look_s, self._look_again)
 
     def _look_again(self) -> None:
         """See who has come since. Who passes the first fence of a scope does it once more."""

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from phasesync.core.aftermath import to_replace
 from phasesync.core.model import (
-    Arrival,
     Digest,
     Epoch,
     FenceCall,
@@ -113,17 +112,8 @@ async def tell_unready(
         members=members,
         deadline_s=0.0,
     )
-    arrival = Arrival(
-        rank=rank,
-        incarnation=incarnation,
-        nonce=secrets.token_hex(8),
-        fence=PLAN,
-        epoch=call.epoch,
-        version=call.version,
-        digest=call.digest,
-        seq=0,
-        cause=cause,
-    )
+    nonce = secrets.token_hex(8)
+    arrival = call.arrival(rank, incarnation=incarnation, nonce=nonce, cause=cause)
     await transport.connect()
     try:
         await transport.fail(call, arrival)

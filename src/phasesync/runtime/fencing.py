@@ -280,14 +280,10 @@ class RankFences:
         free_bytes: int | None = None,
         payload: tuple[tuple[str, str], ...] = (),
     ) -> Arrival:
-        return Arrival(
-            rank=self._rank,
+        return call.arrival(
+            self._rank,
             incarnation=self._incarnation,
             nonce=secrets.token_hex(8),
-            fence=call.fence,
-            epoch=call.epoch,
-            version=call.version,
-            digest=call.digest,
             seq=self._journal.seq - 1,
             cause=cause,
             free_bytes=free_bytes,

@@ -215,16 +215,7 @@ class SimRank:
         return opened.ticket
 
     def _arrival(self, call: FenceCall, generation: int) -> Arrival:
-        return Arrival(
-            rank=self.rank,
-            incarnation=0,
-            nonce=f"{self.name}@{generation}",
-            fence=call.fence,
-            epoch=call.epoch,
-            version=call.version,
-            digest=call.digest,
-            seq=generation,
-        )
+        return call.arrival(self.rank, nonce=f"{self.name}@{generation}", seq=generation)
 
     def runner(self, protocol: str, **settings: Any) -> RankRunner:
         """A real runner of a protocol, on this world's fences and clock.

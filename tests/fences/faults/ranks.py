@@ -82,14 +82,10 @@ class Life:
         )
 
     def arrival(self, call: FenceCall, cause: RootCause | None = None) -> Arrival:
-        return Arrival(
-            rank=self.rank,
+        return call.arrival(
+            self.rank,
             incarnation=self.incarnation,
             nonce=os.urandom(8).hex(),
-            fence=call.fence,
-            epoch=call.epoch,
-            version=call.version,
-            digest=call.digest,
             seq=call.key.generation,
             cause=cause,
             payload=(("param_offload", "true"),),
