@@ -144,7 +144,8 @@ class ProtocolItem(pytest.Item):
                 return str(failed)
             case ProtocolError() as error:
                 return "\n".join(map(str, (error, *error.others)))
-        return super().repr_failure(excinfo, style)
+            case _:
+                return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, 0, f"{self.path.name}: {self.name}"

@@ -80,3 +80,12 @@ def test_what_lint_doubts_is_part_of_the_answer() -> None:
     assert len(lines) == 3
     assert all(line.startswith("lint: error: ") for line in lines)
     assert lint_lines(lint(load("basic"))) == ()
+
+
+def test_the_first_run_that_is_shown_is_one_in_which_nothing_fails() -> None:
+    report = check(load("basic"), ranks=2, settings=QUICK)
+    lines = list(shown(report, 3, Faults(most=1, crash=True), 1))
+    first, second, third = "\n".join(lines).split("\n\n")
+    assert "run 1 at N = 2, 28 steps:" in first
+    assert "crash" not in first
+    assert "crash" in second + third

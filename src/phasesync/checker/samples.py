@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from phasesync.checker.paths import Lifted, lift
 from phasesync.checker.search import NO_BUDGET, Budget, Label
 from phasesync.checker.space import Space, State
-from phasesync.core.kernel import Event, Faults, enabled, initial, step
+from phasesync.core.kernel import NO_FAULTS, Event, Faults, enabled, initial, step
 from phasesync.core.plan import Plan
 
 __all__ = ("more_broken", "sample_runs")
@@ -21,9 +21,12 @@ _Parents = dict[State, tuple[State, Label] | None]
 def sample_runs(
     plan: Plan, faults: Faults, epochs: int, many: int, *, seed: int = 0
 ) -> tuple[tuple[Event, ...], ...]:
-    """So many different runs to the end, each step by chance; the same seed, the same runs."""
+    """So many different runs to the end, each step by chance; the same seed, the same runs.
+
+    The first is one in which nothing fails: what all others differ from.
+    """
     chance = random.Random(seed)
-    found: dict[tuple[Event, ...], None] = {}
+    found: dict[tuple[Event, ...], None] = {_walk(plan, NO_FAULTS, epochs, chance): None}
     for _ in range(4 * many):
         if len(found) == many:
             break
