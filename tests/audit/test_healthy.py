@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.audit.healthy_flows import FLOWS
 from tests.audit.healthy_traces import SHAPES
 from tests.audit.variants import SYNONYMS, Trace, audit_lines, renamed
 
@@ -16,7 +17,7 @@ def in_some_words(trace: Trace, chance: random.Random) -> Trace:
     return renamed(trace, lambda phase: words.get(phase, phase))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *FLOWS])
 def test_a_healthy_run_is_ok(shape: Callable[[random.Random], Trace]) -> None:
     for seed in SEEDS:
         chance = random.Random(seed)
@@ -24,7 +25,7 @@ def test_a_healthy_run_is_ok(shape: Callable[[random.Random], Trace]) -> None:
         assert (answer.verdict, answer.guilty) == ("ok", ()), f"seed {seed}: {answer.because}"
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *FLOWS])
 def test_a_healthy_run_that_is_cut_accuses_nobody_of_a_deed(
     shape: Callable[[random.Random], Trace],
 ) -> None:

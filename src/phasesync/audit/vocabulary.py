@@ -185,6 +185,7 @@ _ROWS: Final[tuple[tuple[str, str], ...]] = (
         "send",
         "transfer | send | broadcast | bcast | push | stream | put | isend | transmit | upload",
     ),
+    ("send", "forward|relay|pass @bucket|@weight|@kv"),
     ("send", "write @weight|@bucket|@kv | nixl|rdma write|put | xfer"),
     (
         "receive",

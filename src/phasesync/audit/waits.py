@@ -111,6 +111,8 @@ class Waits:
             target = wait.event.attrs.get("target", wait.event.attrs.get("targets"))
             if target is not None:
                 return tuple(ranks_in(target, header.ranks))
+            if wait.event.action == "receive" and (named := self._read_from(wait.event)):
+                return named
         if meet.group is not None and meet.group in facts.members:
             return facts.members[meet.group]
         if meet.action == "init_group":
@@ -136,6 +138,12 @@ class Waits:
                 rank for rank in facts.ranks if header.kind(rank) not in mine or not header.roles
             )
         return ()
+
+    def _read_from(self, reader: Event) -> tuple[Name, ...]:
+        """From whom a rank says that it reads."""
+        said = reader.attrs.get("handles", reader.attrs.get("sources"))
+        named = ranks_in(said, self.facts.header.ranks) if said is not None else ()
+        return tuple(rank for rank in named if rank in self.facts.ranks)
 
     def _roles_of(self, meet: Meet) -> tuple[Name, ...]:
         """For a group that is being made: everybody whose exact role has somebody there."""

@@ -137,10 +137,10 @@ class FencePost:
     """R-FENCE-POST: a rank serves or enters a collective before its peers finished resuming.
 
     Sees: serving, or a collective on a group, that begins while a peer is still inside a resume
-    (or still has to do the resume that this rank did), and that then fails or never ends although
-    the peer's resume did not fail. Ranks are peers if they share a role, and a replica where roles
-    tell one. Cannot see: coupling between engines that work alone. Sources: vLLM PR 45612, slime
-    `continue_generation`.
+    (or still has to do the resume that this rank did), and that then fails, or never ends although
+    the peer's resume did not fail (a collective: where anything failed). Ranks are peers if they
+    share a role, and a replica where roles tell one. Cannot see: coupling between engines that work
+    alone. Sources: vLLM PR 45612, slime `continue_generation`.
     """
 
     rule = "R-FENCE-POST"
@@ -198,6 +198,8 @@ class FencePost:
                 continue
             if outcome == "open" and not hurt and not facts.waiting() and opened is None:
                 continue
+            if outcome == "open" and event.action == "collective" and not facts.failures:
+                continue  # Who is early in a collective waits there; nothing came of it so far.
             seen.add(event.at)
             found.append(
                 Finding.on(

@@ -75,6 +75,8 @@ def handshake(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
             explained.update(wait.event.at for wait in meet.waits)
             found.append(again)
             continue
+        if _is_offered(meet, facts):
+            continue
         absent = _other_side(meet, facts)
         lazy = [
             rank
@@ -96,6 +98,8 @@ def handshake(waits: Waits, seen: Seen, explained: set[int]) -> list[Finding]:
         ]
         if not lazy or len(lazy) < len(absent):
             continue
+        if meet.action == "wait" and len({facts.header.kind(rank) for rank in lazy}) > 1:
+            continue  # One of them is awaited, and no line says which.
         if len(facts.ranks) == len(meet.ranks):
             continue
         explained.update(wait.event.at for wait in meet.waits)
@@ -136,6 +140,16 @@ def _asked_twice(meet: Meet, facts: Facts) -> Finding | None:
     why = f"rank {wait.rank} waits in {wait.phase} for {what}, which it has had already"
     return Finding.on(
         "R-HANDSHAKE", wait, why, done, *given[:2], strength=MISSING, waiting=facts.waiting()
+    )
+
+
+def _is_offered(meet: Meet, facts: Facts) -> bool:
+    """Whether the version that is waited for has been given by somebody: then it is on its way."""
+    want = version_of(meet.first)
+    return want is not None and any(
+        version_of(event) == want and event.action in ("publish", "send", "other")
+        for rank in meet.absent
+        for event in facts.ranks[rank].finished(meet.epoch).values()
     )
 
 
