@@ -37,7 +37,7 @@ ALL = Faults(
     again=True,
     mixed=True,
 )
-FEW = Budget(states_max=6_000)
+FEW = Budget(states_max=4_000)
 
 
 def said(found: Found) -> tuple[object, ...]:
@@ -94,7 +94,7 @@ def test_every_fault_has_the_same_states(name: str) -> None:
     assert both(plan, ALL, symmetry=False, reduction=False).trail is None
 
 
-@pytest.mark.parametrize("name", ["basic", "disagg_broadcast"])
+@pytest.mark.parametrize("name", ["basic"])
 def test_every_mistake_is_found_by_a_run_of_the_same_length(name: str) -> None:
     protocol = load(name)
     plan = resolve(protocol, counts(protocol, 2), {})
@@ -116,7 +116,7 @@ def test_a_block_of_many_ranks_is_asked_rank_by_rank(name: str, how: How) -> Non
     assert both(plan, ONE, **how).trail is None
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_blocks_of_many_ranks_by_chance(seed: int) -> None:
     dice = random.Random(seed)
     protocol = chance.protocol(dice)
@@ -127,11 +127,11 @@ def test_blocks_of_many_ranks_by_chance(seed: int) -> None:
 
 @pytest.mark.parametrize("defect", list(Defect), ids=lambda d: d.name.lower())
 def test_every_defect_has_the_same_states(defect: Defect) -> None:
-    plan = resolve(load("colocated"), 2, {})
+    plan = resolve(load("basic"), 2, {})
     both(replace(plan, defects=frozenset({defect})), ONE, 2, symmetry=False, reduction=False)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_protocols_by_chance(seed: int) -> None:
     dice = random.Random(seed)
     protocol = chance.protocol(dice)
@@ -150,12 +150,12 @@ def test_what_excludes_another_on_other_devices(atomic: bool) -> None:
 
 
 def test_without_numpy_the_answer_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = resolve(load("colocated_controller"), 4, {})
+    plan = resolve(load("colocated_controller"), 3, {})
     asked = search(Space(plan, ONE, 1, symmetry=False))
     monkeypatch.setattr(phasesync.checker.search, "find_spec", lambda name: None)
     alone = search(Space(plan, ONE, 1, symmetry=False))
     assert said(asked) == said(alone)
-    assert asked.states == 51_683
+    assert asked.states == 7802
 
 
 def test_a_budget_ends_it() -> None:

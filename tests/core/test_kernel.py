@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasesync.core import kernel, memory
+from phasesync.core import instances, kernel, memory
 from phasesync.core.kernel import (
     Event,
     Faults,
@@ -222,9 +222,9 @@ def _no_effect(plan: Plan, value: int, touch: object, moment: object, version: i
 @pytest.mark.parametrize(
     ("where", "name", "bug"),
     [
-        (kernel, "_decided", _opens_with_one),
+        (instances, "decided", _opens_with_one),
         (memory, "apply", _no_effect),
-        (kernel, "_fail_rest", lambda plan, fences, rank, state: fences),
+        (kernel, "fail_rest", lambda plan, fences, rank, state: fences),
         (kernel, "synchronised", lambda plan, cells, pending: cells),
     ],
     ids=["opens too early", "no effects", "failure not passed on", "release never happens"],

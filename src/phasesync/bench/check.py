@@ -45,6 +45,7 @@ NOTES = (
     "product: nobody reduces; all count the same states.",
     "crash: each tool with the reductions that it has; phasesync also takes ranks of one kind as",
     "  alike, and has two more fences, where a failure is learned, for fence.pml's one flag.",
+    "a phase in two steps, ranks told apart: wide levels are rows of numpy, where it is there.",
     "N = 64, any N: a phase has a start and an end in phasesync, and is one step in spin by hand,",
     "  which is a model of counts that somebody wrote for ranks of one kind.",
 )
@@ -83,6 +84,8 @@ QUESTIONS = {
     for question in (
         _Question("product", "every state, no reductions, N = 6", 6, 0, ALL),
         _Question("crash", "one crash and abort, N = 8", 8, 1, ALL),
+        _Question("steps", "one crash and abort, N = 8, a phase in two steps", 8, 1, (OURS,)),
+        _Question("apart", "every state, one crash, ranks told apart, N = 5", 5, 1, (OURS,)),
         _Question("uniform", "N = 64", 64, 0, (OURS, "spin by hand")),
         _Question("groups", "N = 64 in two differently configured groups", 32, 0, (OURS,)),
         _Question("any", "any N, any number of faults", 0, 0, (OURS,)),
@@ -176,6 +179,8 @@ def _minicheck(question: _Question, folder: Path, until_s: float) -> _Answer:
 _FLAGS: dict[str, list[str]] = {
     "product": ["fence_pml.yaml", "--faults=none", "--no-symmetry", "--no-por", "--atomic"],
     "crash": ["fence_pml_abort.yaml", "--faults=crash", "--atomic"],
+    "steps": ["fence_pml_abort.yaml", "--faults=crash"],
+    "apart": ["fence_pml_abort.yaml", "--faults=crash", "--no-symmetry", "--no-por"],
     "uniform": ["fence_pml.yaml", "--faults=none"],
     "groups": ["fence_two_roles.yaml", "--faults=none", "--apart"],
 }
@@ -235,7 +240,7 @@ def bench_check(
     limit_s: float = LIMIT_S,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Row, ...]:
-    """Each of these tools on each question; `ranks` replaces the number of the first question.
+    """Each of these tools on each question; `ranks` replaces the number of the first two.
 
     Raises:
         InputError: a question or a tool is unknown, or a tool fails.
@@ -248,8 +253,8 @@ def bench_check(
         if name not in QUESTIONS:
             raise InputError(f"no question {name!r}; questions are: {', '.join(QUESTIONS)}")
         question = QUESTIONS[name]
-        if ranks is not None and name == "product":
-            says = f"every state, no reductions, N = {ranks}"
+        if ranks is not None and name in ("product", "crash"):
+            says = question.says.replace(f"N = {question.ranks}", f"N = {ranks}")
             question = question._replace(ranks=ranks, says=says)
         for tool in (each for each in question.tools if each in tools):
             rows.append(_asked(question, tool, limit_s))

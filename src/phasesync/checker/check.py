@@ -5,12 +5,12 @@ of the options that makes a difference, no deadlock up to four ranks with one fa
 Whatever the budget did not reach is a case of its own that says so.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias, TypeGuard
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple, TypeGuard
 
-from phasesync.checker.anyn import Mutate, counts, gist, sized, tracked, tracked_plan, unclosed
-from phasesync.checker.cover import decided, families
+from phasesync.checker.anyn import Mutate, counts, sized, tracked, unclosed
+from phasesync.checker.choices import Choices, Options
 from phasesync.checker.explicit import (
     behind_plan_fence,
     explore,
@@ -23,60 +23,21 @@ from phasesync.checker.explicit import (
 from phasesync.checker.growth import growth
 from phasesync.checker.report import NOT_NEEDED, SAFETY, Assignment, Case, Report
 from phasesync.checker.search import TIME, Budget, Found
+from phasesync.checker.settings import FAULTS, Settings, faults_of
 from phasesync.checker.skeleton import bare
 from phasesync.checker.widen import widened
 from phasesync.core.kernel import Faults, Kind
 from phasesync.core.model import OptionValue
-from phasesync.core.options import assignments
 from phasesync.core.plan import Plan, resolve, settle
 from phasesync.core.protocol import Protocol
 from phasesync.core.verdict import DEADLOCK, SOMETIMES, Holds, Undecided, Verdict, Violated
 from phasesync.errors import PlanError
 
-__all__ = ("FAULTS", "Settings", "check", "faults_of")
+__all__ = ("check",)
 
-#: The faults that may be asked for, by name.
-FAULTS: Mapping[str, Faults] = {
-    "none": Faults(),
-    "crash": Faults(most=1, crash=True),
-    "fail": Faults(most=1, fail=True),
-    "hang": Faults(most=1, hang=True, deadlines=True),
-    "restart": Faults(most=1, crash=True, restart=True),
-    "engine": Faults(most=1, engine=True),
-    "lost": Faults(most=1, lost=True, deadlines=True),
-    "again": Faults(most=1, again=True),
-    "mixed": Faults(most=1, mixed=True),
-}
-_ONE_FAULT = "crash or fail"
 #: Up to so many ranks are counted out before anything is guessed.
 COUNTED_MAX = 4
 ANY_TWO = Faults(most=2, crash=True, fail=True, deadlines=True)
-_Options: TypeAlias = dict[str, OptionValue]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How to check. `now` is a clock in seconds; without it no time is measured or limited. `held`
-    says how many bytes the process has; without it no memory is.
-
-    `atomic` takes each phase as one step of explicit searches, as models of other checkers do:
-    what two phases do to each other while both are in progress is not looked at then. `apart`
-    gives each rank a device of its own, also where two roles would share one. `rest_s` is how long
-    to go on once a rule is broken and the run that shows it is known; without it nothing is left
-    out.
-    """
-
-    any_n: bool = True
-    symmetry: bool = True
-    reduction: bool = True
-    atomic: bool = False
-    apart: bool = False
-    time_limit_s: float | None = None
-    rest_s: float | None = None
-    states_max: int = 3_000_000
-    now: Callable[[], float] | None = None
-    bytes_max: int = 2 << 30
-    held: Callable[[], int] | None = None
 
 
 class _Plain(NamedTuple):
@@ -88,27 +49,6 @@ class _Plain(NamedTuple):
     said: str
     epochs: int
     extra: bool = False
-
-
-def faults_of(names: str | None, most: int = 1) -> tuple[Faults, str]:
-    """The faults that `names` lists, separated by commas, and how to say them.
-
-    Raises:
-        PlanError: a name is unknown.
-    """
-    if names is None:
-        return Faults(most=most, crash=True, fail=True), _ONE_FAULT
-    listed = [name.strip() for name in names.split(",") if name.strip()]
-    for name in listed:
-        if name not in FAULTS:
-            raise PlanError(f"unknown fault {name!r}; faults are: {', '.join(FAULTS)}")
-    chosen = [FAULTS[name] for name in listed]
-    kinds = ("crash", "fail", "hang", "deadlines", "restart", "engine", "lost", "again", "mixed")
-    faults = Faults(
-        most=most if any(each.most for each in chosen) else 0,
-        **{kind: any(getattr(each, kind) for each in chosen) for kind in kinds},
-    )
-    return faults, " or ".join(listed)
 
 
 def check(
@@ -169,7 +109,8 @@ class _Run:
         self.reached: set[tuple[Kind, str]] = set()
         self.plain: list[_Plain] = []
         self.asked = dict(settle(protocol, pinned))
-        self.later: list[_Options] = []
+        self.choices = Choices(protocol, pinned, mutate)
+        self.later: list[Options] = []
         self.rest_from: float | None = None
         self.ranks_asked = False
 
@@ -197,14 +138,6 @@ class _Run:
             held=self.settings.held,
         )
 
-    def assignments(self) -> tuple[dict[str, OptionValue], ...]:
-        """Every assignment that agrees with what is pinned, the defaults first."""
-        fixed = self.pinned.items()
-        found = [dict(each) for each in assignments(self.protocol)]
-        kept = [each for each in found if all(each.get(name) == value for name, value in fixed)]
-        base: dict[str, OptionValue] = dict(settle(self.protocol, self.pinned))
-        return (base, *(each for each in kept if each != base))
-
     def explicit_bounds(
         self, ranks: int | None, faults: str | None, most: int, epochs: int | None
     ) -> None:
@@ -212,10 +145,10 @@ class _Run:
         asked = faults_of(faults, most)
         self.ranks_asked = ranks is not None
         if ranks is not None:
-            self.plain.append(_Plain(ranks, self._fit(base, ranks), *asked, epochs or 2))
+            self.plain.append(_Plain(ranks, self.choices.fit(base, ranks), *asked, epochs or 2))
             if faults is None:
                 hang = (FAULTS["hang"], "hang")
-                self.plain.append(_Plain(ranks, self._fit(base, ranks), *hang, epochs or 2))
+                self.plain.append(_Plain(ranks, self.choices.fit(base, ranks), *hang, epochs or 2))
             return
         self.plain = list(self._usual(base, asked, faults is None, epochs))
 
@@ -227,27 +160,17 @@ class _Run:
         epochs: int | None,
     ) -> Iterator[_Plain]:
         """Two and three ranks with one fault for two epochs, four for one; four without any."""
-        two = self._fit(base, 2)
+        two = self.choices.fit(base, 2)
         yield _Plain(2, two, *asked, epochs or 2)
         if all_faults:
             yield _Plain(2, two, FAULTS["hang"], "hang", epochs or 2)
             yield _Plain(2, two, FAULTS["restart"], "crash and restart", epochs or 2)
-        for fitted in self._each_family(2):
+        for fitted in self.choices.each_family(2):
             if fitted != two:
                 yield _Plain(2, fitted, *asked, 1, extra=True)
-        yield _Plain(4, self._fit(base, 4), FAULTS["none"], "none", epochs or 2)
-        yield _Plain(4, self._fit(base, 4), *asked, epochs or 1)
-        yield _Plain(3, self._fit(base, 3), *asked, epochs or 2)
-
-    def _fit(self, options: dict[str, OptionValue], ranks: int) -> dict[str, OptionValue]:
-        """Options under which so many ranks make whole groups; a pinned size stays."""
-        for group in self.protocol.groups:
-            if not isinstance(group.size, str) or group.size in self.pinned:
-                continue
-            size = options[group.size]
-            if isinstance(size, int) and ranks % size:
-                options = {**options, group.size: ranks}
-        return options
+        yield _Plain(4, self.choices.fit(base, 4), FAULTS["none"], "none", epochs or 2)
+        yield _Plain(4, self.choices.fit(base, 4), *asked, epochs or 1)
+        yield _Plain(3, self.choices.fit(base, 3), *asked, epochs or 2)
 
     # ------------------------------------------------------------------------------- cases
 
@@ -259,7 +182,7 @@ class _Run:
             self._sometimes()
             return
         reason = unclosed(self.protocol, self.asked, self.mutate)
-        families_ = self._families() if reason is None else ()
+        families_ = self.choices.families() if reason is None else ()
         for family in (each for each in families_ if self.asked in each):
             self._any(family)
         if reason is not None:
@@ -334,48 +257,6 @@ class _Run:
             )
         )
 
-    def _families(self) -> tuple[tuple[_Options, ...], ...]:
-        """Assignments of the options by what one search answers for; groups of one rank, which
-        take least to prove, first."""
-
-        def plan_of(options: _Options) -> Plan:
-            return gist(self.mutate(tracked_plan(self.protocol, options)))
-
-        found = self._covered(self.assignments(), plan_of)
-        return tuple(sorted(found, key=lambda family: self._size(family[0])))
-
-    def _each_family(self, ranks: int) -> Iterator[_Options]:
-        """For so many ranks, assignments whose search answers for all others."""
-
-        def plan_of(options: _Options) -> Plan:
-            members = counts(self.protocol, ranks)
-            # Where one group is all there is, its fences are the world's.
-            return gist(self.mutate(resolve(self.protocol, members, options)))
-
-        fitted = [self._fit(options, ranks) for options in self.assignments()]
-        yield from (family[0] for family in self._covered(fitted, plan_of))
-
-    def _covered(
-        self, all_: Iterable[_Options], plan_of: Callable[[_Options], Plan]
-    ) -> list[tuple[_Options, ...]]:
-        """Families of assignments; the first of each covers the rest."""
-        same: dict[object, list[_Options]] = {}
-        for options in all_:
-            alike = same.setdefault(decided(self.protocol, options), [])
-            if options not in alike:
-                alike.append(options)
-        groups = list(same.values())
-        heads = families([plan_of(group[0]) for group in groups])
-        found: dict[int, list[_Options]] = {head: [*groups[head]] for head in heads}
-        for at, head in enumerate(heads):
-            if at != head:
-                found[head] += groups[at]
-        return [tuple(family) for family in found.values()]
-
-    def _size(self, options: _Options) -> int:
-        sizes = [options[g.size] for g in self.protocol.groups if isinstance(g.size, str)]
-        return max((size for size in sizes if isinstance(size, int)), default=0)
-
     def lengths(self) -> tuple[tuple[int, int | None], ...]:
         """If a rule is broken: how long the shortest run is at each size, as far as time allows."""
         broken = next((p for p in self.plain if self._breaks(p)), None)
@@ -386,7 +267,7 @@ class _Run:
 
         def plan_of(size: int) -> Plan:
             # Groups grow with the ranks, unless their size is pinned: else N says nothing.
-            grown = self._fit(broken.options, size)
+            grown = self.choices.fit(broken.options, size)
             for name, value in sized(self.protocol, grown, size).items():
                 grown = grown if name in self.pinned else {**grown, name: value}
             members = counts(self.protocol, size)
@@ -396,7 +277,8 @@ class _Run:
         if self.rest_from is not None and self.settings.now is not None:
             self.rest_from = self.settings.now()  # Its own share of the time.
         budget = self.budget()
-        few = replace(budget, states_max=min(budget.states_max, 20_000))
+        most = 3_000 if broken.faults.restart else 20_000  # Each asked of the kernel itself.
+        few = replace(budget, states_max=min(budget.states_max, most))
         return growth(plan_of, broken.faults, broken.epochs, (2, 3, 4, 6), few)
 
     @staticmethod
@@ -428,7 +310,7 @@ class _Run:
             asked=False,
         )
 
-    def _any(self, family: tuple[_Options, ...]) -> None:
+    def _any(self, family: tuple[Options, ...]) -> None:
         """The first of a family, which answers for the others if it holds or time runs out."""
         options, *rest = family
         before = self.elapsed()
@@ -525,15 +407,15 @@ class _Run:
 
     def _few(self, plain: _Plain) -> Case | None:
         """A case of few ranks and of these options in which a rule breaks."""
-        asked = self._sort(dict(plain.options))
+        asked = self.choices.sort(dict(plain.options))
         for case in self.cases:
             if isinstance(case.verdict, Violated) and case.verdict.violations and case.plan:
                 few = len(case.plan.members) <= COUNTED_MAX
-                if few and self._sort(dict(case.options)) == asked:
+                if few and self.choices.sort(dict(case.options)) == asked:
                     return case
         if self._proved(plain):
             return None
-        ranks = min(2, self._size(plain.options) or 1)
+        ranks = min(2, self.choices.size(plain.options) or 1)
         fitted = sized(self.protocol, plain.options, ranks)
         try:
             tried = self._search(plain._replace(ranks=ranks, options=fitted), deadlocks=False)
@@ -597,17 +479,12 @@ class _Run:
 
     def _proved(self, plain: _Plain) -> bool:
         """Whether any N holds under these options."""
-        asked = self._sort(dict(plain.options))
+        asked = self.choices.sort(dict(plain.options))
         return any(
-            asked in (self._sort(dict(each)) for each in (case.options, *case.covers))
+            asked in (self.choices.sort(dict(each)) for each in (case.options, *case.covers))
             for case in self.cases
             if case.ranks is None and isinstance(case.verdict, Holds)
         )
-
-    def _sort(self, options: _Options) -> _Options:
-        """The options, but of sizes of groups only whether they are one."""
-        names = {group.size for group in self.protocol.groups if isinstance(group.size, str)}
-        return {name: value != 1 if name in names else value for name, value in options.items()}
 
     def _bare(self, plain: _Plain, plan: Plan, before: float | None) -> Case | None:
         """Who waits for ever in a plan that is safe; None if its skeleton does not say nobody."""

@@ -88,7 +88,9 @@ def fence(
 @bench.command()
 @click.argument("questions", nargs=-1)
 @click.option("--only", metavar="A,B", help="Which tools; left out, all that are installed.")
-@click.option("--ranks", type=click.IntRange(2), help="Ranks of `product`, asked of all tools.")
+@click.option(
+    "--ranks", type=click.IntRange(2), help="Ranks of `product` and `crash`, asked of all tools."
+)
 @click.option("--limit", default=120.0, show_default=True, help="Seconds an answer may take.")
 @click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="Draw the seconds.")
 @as_json_option

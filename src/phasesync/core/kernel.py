@@ -8,8 +8,23 @@ the whole system, the auditor whatever was logged; all three look up the same ro
 The kernel knows epochs and versions, never seconds, files, sockets or torch.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
+from phasesync.core.instances import (
+    GONE,
+    absence,
+    arrive,
+    fail_rest,
+    fence_epoch,
+    fences_failed,
+    find,
+    kept,
+    lost_leaders,
+    missing_from,
+    orphaned,
+    put,
+    unnoticed,
+)
 from phasesync.core.leaving import abort_touches, aborted, crashed, landed
 from phasesync.core.memory import (
     INPUTS,
@@ -146,14 +161,14 @@ def enabled(
             if (
                 left
                 and heard(plan, rank, state, left)
-                and (_find(plan, system.fences, state, left[0]).verdict is Verdict.BROKEN)
+                and (find(plan, system.fences, state, left[0]).verdict is Verdict.BROKEN)
             ):
                 yield Event(Kind.ABORT, rank, left[0].fence)
         stopped = status in (Status.STOPPED, Status.ABORTED)
         if stopped and state.stage is Stage.EPOCH and plan.recover[rank]:
             yield Event(Kind.RECOVER, rank, "")
         if status in (Status.DEAD, Status.DEAD_ACTING):
-            if faults.notices and _unnoticed(plan, system, rank):
+            if faults.notices and unnoticed(plan, system, rank):
                 yield Event(Kind.NOTICE, rank, "")
             if faults.restart and _may_restart(plan, system, rank, epochs):
                 yield Event(Kind.RESTART, rank, "")
@@ -192,7 +207,7 @@ def _at_fence(plan: Plan, system: System, rank: int, wait: Wait, faults: Faults)
         if may_fault and faults.mixed and name == PLAN:
             yield Event(Kind.REFUSE, rank, name)
     elif state.status in AT_FENCE:
-        found = _find(plan, system.fences, state, wait)
+        found = find(plan, system.fences, state, wait)
         if state.status is Status.WAITING and found.verdict is Verdict.OPEN:
             yield Event(Kind.PASS, rank, name)
         if faults.deadlines and found.verdict is Verdict.SHUT:
@@ -206,12 +221,12 @@ def _may_restart(plan: Plan, system: System, rank: int, epochs: int) -> bool:
     """
     if Defect.RESTARTS_EARLY in plan.defects:
         return system.ranks[rank].incarnation == 0
-    if any(other.status in _GONE for other in system.ranks[:rank]):
+    if any(other.status in GONE for other in system.ranks[:rank]):
         return False
     if max(other.epoch for other in system.ranks) >= epochs:
         return False
     return all(
-        other.status in _GONE or _settled(plan, at, other) for at, other in enumerate(system.ranks)
+        other.status in GONE or _settled(plan, at, other) for at, other in enumerate(system.ranks)
     )
 
 
@@ -229,7 +244,7 @@ def _may_begin(plan: Plan, system: System, state: RankState, epochs: int) -> boo
     return state.stage is Stage.EPOCH or all(
         missing_from(plan, rank, other) > state.epoch
         for rank, other in enumerate(system.ranks)
-        if other.status in _GONE
+        if other.status in GONE
     )
 
 
@@ -312,172 +327,32 @@ def _stepped(plan: Plan, system: System, event: Event) -> System:
             assert isinstance(here, Act)
             cells = touched(plan, cells, here, Moment(kind), state.epoch)
             if kind is Kind.FAIL:
-                fences = _fail_rest(plan, system.fences, rank, state)
+                fences = fail_rest(plan, system.fences, rank, state)
                 faults += not _must_fail(plan, system, here)
         case Kind.ARRIVE:
             assert isinstance(here, Wait)
             if "device_synchronised" in here.established:
                 cells = synchronised(plan, cells, state.pending)
-            fences = _arrive(plan, system, rank, state, here)
+            fences = arrive(plan, system, rank, state, here)
         case Kind.LOSE:
             assert isinstance(here, Wait)
             if "device_synchronised" in here.established:
                 cells = synchronised(plan, cells, state.pending)
             faults += 1
         case Kind.REFUSE:
-            fences = _fail_rest(plan, system.fences, rank, state)
+            fences = fail_rest(plan, system.fences, rank, state)
             faults += name == PLAN
         case Kind.PASS:
             assert isinstance(here, Wait)
-            if _find(plan, system.fences, state, here).verdict is not Verdict.OPEN:
+            if find(plan, system.fences, state, here).verdict is not Verdict.OPEN:
                 raise Refused(f"{plan.members[rank]} cannot pass {name!r}: the fence is not open")
         case Kind.ABORT:
-            fences = _fail_rest(plan, system.fences, rank, state)
+            fences = fail_rest(plan, system.fences, rank, state)
             cells = aborted(plan, cells, rank, state)
         case _:
             pass
     ranks = (*system.ranks[:rank], after, *system.ranks[rank + 1 :])
-    return System(ranks, cells, _kept(plan, ranks, fences), engines, faults, system.late)
-
-
-def fence_epoch(plan: Plan, epoch: int) -> int:
-    """The epoch in a fence's key: its own, unless keys are used again."""
-    return 1 if Defect.KEY_REUSED in plan.defects else epoch
-
-
-def _find(plan: Plan, fences: tuple[FenceState, ...], state: RankState, wait: Wait) -> FenceState:
-    epoch = fence_epoch(plan, state.epoch)
-    for found in fences:
-        if (
-            found.fence == wait.fence
-            and found.scope == wait.scope
-            and found.epoch == epoch
-            and found.stage is state.stage
-        ):
-            return found
-    return FenceState(epoch, state.stage, wait.scope, wait.fence)
-
-
-def _put(fences: tuple[FenceState, ...], entry: FenceState) -> tuple[FenceState, ...]:
-    key = entry[:4]
-    return tuple(sorted((*(kept for kept in fences if kept[:4] != key), entry)))
-
-
-def _arrive(
-    plan: Plan, system: System, rank: int, state: RankState, wait: Wait
-) -> tuple[FenceState, ...]:
-    found = _find(plan, system.fences, state, wait)
-    if found.verdict is not Verdict.SHUT:
-        return system.fences
-    arrived = found.arrived | 1 << rank
-    verdict = _decided(plan, system, arrived, wait, state.stage)
-    if verdict is not Verdict.SHUT:
-        arrived = 0
-    return _put(system.fences, found._replace(arrived=arrived, verdict=verdict))
-
-
-def _decided(plan: Plan, system: System, arrived: int, wait: Wait, stage: Stage) -> Verdict:
-    """Open once all members are in. A recovery waits for the living alone, but breaks where a
-    dead leader's part of it can never be done: that replica is poisoned."""
-    members = plan.scopes[wait.scope].members
-    absent = [member for member in members if not arrived >> member & 1]
-    if stage is Stage.RECOVER:
-        dead = [member for member in members if system.ranks[member].status in _GONE]
-        if lost_leaders(plan, wait, dead):
-            return Verdict.BROKEN
-        absent = [member for member in absent if member not in dead]
-    return Verdict.SHUT if absent else Verdict.OPEN
-
-
-def lost_leaders(plan: Plan, wait: Wait, dead: Iterable[int]) -> tuple[int, ...]:
-    """The dead members of a recovery's fence whose part before it can never be done."""
-    members = plan.scopes[wait.scope].members
-    return tuple(rank for rank in dead if rank in members and _leads_before(plan, rank, wait))
-
-
-def _leads_before(plan: Plan, rank: int, wait: Wait) -> bool:
-    steps = plan.recover[rank]
-    before = steps[: steps.index(wait)] if wait in steps else ()
-    return any(isinstance(item, Act) and item.led for item in before)
-
-
-_GONE = frozenset((Status.DEAD, Status.DEAD_ACTING))
-
-
-def fences_failed(plan: Plan, rank: int, state: RankState) -> tuple[Wait, ...]:
-    """The fences at which a rank that leaves arrives as failed: all that it has not passed."""
-    if Defect.LATE_ABORT in plan.defects:
-        steps = program(plan, rank, state.stage)
-        return tuple(item for item in steps if isinstance(item, Wait))
-    return fences_left(plan, rank, state)
-
-
-def _fail_rest(
-    plan: Plan, fences: tuple[FenceState, ...], rank: int, state: RankState
-) -> tuple[FenceState, ...]:
-    """The fences after `rank` arrived as failed at all that it has not passed."""
-    for wait in fences_failed(plan, rank, state):
-        found = _find(plan, fences, state, wait)
-        if found.verdict is Verdict.SHUT or Defect.LATE_ABORT in plan.defects:
-            fences = _put(fences, found._replace(arrived=0, verdict=Verdict.BROKEN))
-    return fences
-
-
-def _kept(
-    plan: Plan, ranks: tuple[RankState, ...], fences: tuple[FenceState, ...]
-) -> tuple[FenceState, ...]:
-    """Only fences that somebody alive has yet to pass or to learn of."""
-    return tuple(entry for entry in fences if _awaited(plan, ranks, entry))
-
-
-def _awaited(plan: Plan, ranks: tuple[RankState, ...], entry: FenceState) -> bool:
-    return any(
-        ranks[member].status not in _GONE and not _beyond(plan, member, ranks[member], entry)
-        for member in plan.scopes[entry.scope].members
-    )
-
-
-def _beyond(plan: Plan, rank: int, state: RankState, entry: FenceState) -> bool:
-    if Defect.KEY_REUSED in plan.defects:
-        return False
-    if (state.epoch, state.stage) != (entry.epoch, entry.stage):
-        return (state.epoch, state.stage) > (entry.epoch, entry.stage)
-    return all(wait.fence != entry.fence for wait in fences_left(plan, rank, state))
-
-
-def _absence(plan: Plan, system: System, rank: int) -> RankState:
-    """From where on a dead rank is missing: its next fence, in the next epoch if none is left."""
-    state = system.ranks[rank]
-    left = fences_left(plan, rank, state)
-    return state if left else RankState(state.status, state.epoch + 1)
-
-
-def missing_from(plan: Plan, rank: int, dead: RankState) -> int:
-    """The epoch from which on a dead rank is missing."""
-    return dead.epoch if fences_left(plan, rank, dead) else dead.epoch + 1
-
-
-def _unnoticed(plan: Plan, system: System, rank: int) -> bool:
-    state = _absence(plan, system, rank)
-    for wait in fences_left(plan, rank, state):
-        found = _find(plan, system.fences, state, wait)
-        if found.verdict is Verdict.SHUT and _awaited(plan, system.ranks, found):
-            return True
-    return _orphaned(plan, system, rank) is not None
-
-
-def _orphaned(plan: Plan, system: System, rank: int) -> FenceState | None:
-    """A recovery's fence, judged, for which only the dead are missing: they count no more, also
-    where they died after the others had come."""
-    for entry in system.fences:
-        if entry.stage is not Stage.RECOVER or entry.verdict is not Verdict.SHUT:
-            continue
-        for wait in plan.recover[rank]:
-            if isinstance(wait, Wait) and (wait.scope, wait.fence) == (entry.scope, entry.fence):
-                verdict = _decided(plan, system, entry.arrived, wait, entry.stage)
-                if entry.arrived and verdict is not Verdict.SHUT:
-                    return entry._replace(arrived=0, verdict=verdict)
-    return None
+    return System(ranks, cells, kept(plan, ranks, fences), engines, faults, system.late)
 
 
 def _crash(plan: Plan, system: System, rank: int) -> System:
@@ -501,11 +376,11 @@ def _land(plan: Plan, system: System, rank: int) -> System:
 def _notice(plan: Plan, system: System, rank: int) -> System:
     """All fences at which the dead rank has not arrived break, for all members at once; a
     recovery's that waits for the dead alone is decided."""
-    state = _absence(plan, system, rank)
-    fences = _fail_rest(plan, system.fences, rank, state)
-    if (judged := _orphaned(plan, system, rank)) is not None:
-        fences = _put(fences, judged)
-    return system._replace(fences=_kept(plan, system.ranks, fences))
+    state = absence(plan, system, rank)
+    fences = fail_rest(plan, system.fences, rank, state)
+    if (judged := orphaned(plan, system, rank)) is not None:
+        fences = put(fences, judged)
+    return system._replace(fences=kept(plan, system.ranks, fences))
 
 
 def _again(plan: Plan, system: System, rank: int) -> System:
@@ -513,7 +388,7 @@ def _again(plan: Plan, system: System, rank: int) -> System:
     state = system.ranks[rank]
     wait = last_counted(plan, rank, state)
     assert wait is not None
-    fences = _kept(plan, system.ranks, _arrive(plan, system, rank, state, wait))
+    fences = kept(plan, system.ranks, arrive(plan, system, rank, state, wait))
     return system._replace(fences=fences, faults=system.faults + 1)
 
 
@@ -527,18 +402,18 @@ def _deadline(plan: Plan, system: System, rank: int) -> System:
     state = system.ranks[rank]
     here = next_step(plan, rank, state)
     assert isinstance(here, Wait)
-    found = _find(plan, system.fences, state, here)
+    found = find(plan, system.fences, state, here)
     if found.verdict is Verdict.SHUT:
         found = found._replace(arrived=0, verdict=Verdict.BROKEN)
-    return system._replace(fences=_put(system.fences, found))
+    return system._replace(fences=put(system.fences, found))
 
 
 def _placed(
     plan: Plan, system: System, rank: int, state: RankState, cells: tuple[int, ...], faults: int
 ) -> System:
     ranks = (*system.ranks[:rank], state, *system.ranks[rank + 1 :])
-    kept = _kept(plan, ranks, system.fences)
-    return System(ranks, cells, kept, system.engines, system.faults + faults, system.late)
+    fences = kept(plan, ranks, system.fences)
+    return System(ranks, cells, fences, system.engines, system.faults + faults, system.late)
 
 
 def _restart(plan: Plan, system: System, rank: int) -> System:
@@ -547,7 +422,7 @@ def _restart(plan: Plan, system: System, rank: int) -> System:
         return _restarted_early(plan, system, rank)
     epoch = max(state.epoch for state in system.ranks) + 1
     ranks = tuple(
-        RankState(Status.READY, epoch, incarnation=state.incarnation + (state.status in _GONE))
+        RankState(Status.READY, epoch, incarnation=state.incarnation + (state.status in GONE))
         for state in system.ranks
     )
     calls = tuple(
