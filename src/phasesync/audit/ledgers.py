@@ -223,12 +223,14 @@ class Tags:
             state = self.of[rank] = TagState()
         return state
 
-    @staticmethod
-    def concerns(event: Event) -> bool:
+    def concerns(self, event: Event) -> bool:
         """Whether a release or acquire is about tags of an engine, not about a trainer's own
         memory.
         """
-        return event.means.engine or "tags" in event.attrs or "level" in event.attrs
+        means = event.means
+        if means.engine or "tags" in event.attrs or "level" in event.attrs:
+            return True
+        return means.whole and self._devices.header.kind(event.rank) == "engine"
 
     def reached(self, event: Event) -> tuple[Name, ...]:
         """The ranks whose tags a phase changes: its own, and those on the devices that it names."""

@@ -80,6 +80,7 @@ class Meaning(NamedTuple):
     bucket: str | None = None
     part: str | None = None
     engine: bool = False
+    whole: bool = False  # all memory of whoever does it
     step: bool = False  # one pass through the model, not a request that outlives many
 
 
@@ -252,6 +253,7 @@ _TAG_TABLE: Final = tuple(
 )
 _ADAPTER: Final = frozenset(_stem(word) for word in _WORDS["adapter"].split())
 _STEPS: Final = frozenset(_stem(word) for word in ("forward", "step", "execute", "batch"))
+_MEMORY_WORD: Final = _stem("memory")
 _ENGINE_VERBS: Final = frozenset(
     _stem(word)
     for word in ["sleep", "wake", "wakeup", "awake", "resume", "onload", "occupation", "suspend"]
@@ -279,6 +281,7 @@ def meaning(phase: str) -> Meaning:
         bucket.group(1) if bucket else None,
         part,
         bool(stems & _ENGINE_VERBS) or WEIGHTS in tags or KV in tags,
+        action in ("release", "acquire") and _MEMORY_WORD in stems and "clear" not in stems,
         action == "serve" and bool(stems & _STEPS),
     )
 
