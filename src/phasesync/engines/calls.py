@@ -11,6 +11,7 @@ import http.client
 import queue
 import threading
 import urllib.parse
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,17 +24,22 @@ T = TypeVar("T")
 
 
 class CallThread:
-    """Runs blocking functions one after another in one daemon thread that is never joined."""
+    """Runs blocking functions one after another in one daemon thread that is never joined.
+
+    The thread ends with whoever has this, closed or not.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._jobs.put, None).atexit = False
 
     async def run(self, work: Callable[[], T]) -> T:
         """What `work` returns or raises. Cancelling the wait does not stop `work`."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            args = (self._jobs,)
+            self._thread = threading.Thread(target=_serve, args=args, name=self._name, daemon=True)
             self._thread.start()
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[T] = loop.create_future()
@@ -55,11 +61,12 @@ class CallThread:
             self._jobs.put(None)
             self._thread = None
 
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            # The next `get` may wait for hours, and the last job holds its result until then.
-            del job
+
+def _serve(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        # The next `get` may wait for hours, and the last job holds its result until then.
+        del job
 
 
 def _settle(
