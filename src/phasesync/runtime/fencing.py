@@ -257,8 +257,11 @@ class RankFences:
         return elsewhere(plan, rank, attempt=self._attempt, epoch=state.epoch, generations=came)
 
     def joined(self, call: FenceCall) -> Ticket:
-        """The caller's own join stands for this fence: its word, with no arrivals to show."""
-        self.announce(call, caller="outside")
+        """The caller's own join stands for this fence: its word, with no arrivals to show.
+
+        Nobody is told, and it was over before this rank heard of it: the next line may follow.
+        """
+        self._hold("fence.arrive", call, status="ok", caller="outside")
         self._hold("fence.pass", call, caller="outside", joined=len(call.members))
         return Ticket(key=call.key, fence=call.fence, epoch=call.epoch, count=0, hash="")
 
