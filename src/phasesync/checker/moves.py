@@ -171,9 +171,10 @@ class Moves:
             came |= facts.came_world
             gone = gone or facts.gone
             missing = min(missing, facts.missing)
-            stuck = stuck or row.status in STUCK
-            alone = alone and private(row)
-            rests = rests or resting(row, self.epochs)
+            if not self.endless:  # Beside others without end nobody asks for these.
+                stuck = stuck or row.status in STUCK
+                alone = alone and private(row)
+                rests = rests or resting(row, self.epochs)
         return Summary(
             awaits,
             arrived,

@@ -107,6 +107,8 @@ class Space:
 
     def successors(self, state: State) -> list[Step]:
         """Every step from a state, in the order of blocks."""
+        if self.others.world:
+            return self._tracked(state)
         opened, broken, faults, *parts = state
         sums = [moves.summaries[part] for moves, part in zip(self.of, parts, strict=True)]
         awaited, arrived, came, led, all_live = 0, -1, 0, 0, True
@@ -120,15 +122,9 @@ class Space:
             missing = min(missing, each.missing)
         missed = 0 if all_live else (arrived | led) & came
         orphaned = missed & awaited & ~(opened | broken)
-        around = Around(
-            opened,
-            broken,
-            awaited,
-            faults < self.faults.most,
-            missing,
-            0 if self.others.world else orphaned,
-        )
-        rests = any(each.resting for each in sums) and not self.others.world
+        left = faults < self.faults.most
+        around = Around(opened, broken, awaited, left, missing, orphaned)
+        rests = any(each.resting for each in sums)
         if self.reduction and not rests:
             for at, part in enumerate(parts):
                 if moves := self.of[at].alone(part, around):
@@ -149,24 +145,38 @@ class Space:
                 seen.add((self.kind[at], part))
             for move in self.of[at].of(part, around):
                 found.append(self._step(parts, sums, around, faults, at, move))
-        if self.others.world:
-            found += self._others(state, sums, around)
         return found
 
-    def _others(self, state: State, sums: list[Summary], around: Around) -> list[Step]:
-        """What the untracked ranks of the world do: arrive last, or fail."""
-        opened, broken, faults, *parts = state
+    def _tracked(self, state: State) -> list[Step]:
+        """The same where one block is tracked, and others stand for the rest of the world."""
+        opened, broken, faults, part = state
+        (moves,) = self.of
+        each = moves.summaries[part]
+        left = faults < self.faults.most
+        around = Around(opened, broken, each.awaits, left, each.missing)
+        first = moves.alone(part, around) if self.reduction else ()
         found: list[Step] = []
-        heeded = 0
-        for each in sums:
-            heeded |= each.heeds
-        for bit in self.world.lowest(heeded & around.awaited & ~(opened | broken), broken):
+        for move in first or moves.of(part, around):
+            after = moves.summaries[move.block]
+            if move.arrives or move.breaks or move.earlier or after.awaits != each.awaits:
+                found.append(self._step([part], [each], around, faults, 0, move))
+            else:
+                there = (opened, broken, faults + move.faults, move.block)
+                found.append((move.kind, move.name, there, move.bad, move.faults > 0))
+        if not first:
+            found += self._others(state, each, around)
+        return found
+
+    def _others(self, state: State, each: Summary, around: Around) -> list[Step]:
+        """What the untracked ranks of the world do: arrive last, or fail."""
+        opened, broken, faults, part = state
+        found: list[Step] = []
+        for bit in self.world.lowest(each.heeds & around.awaited & ~(opened | broken), broken):
             name = f"others at {self.world.key(bit)[3]}"
-            led = any(each.leads & bit for each in sums)
-            if not led and all(each.arrived & bit for each in sums):
-                after = (opened | bit, broken, faults, *parts)
+            if each.arrived & bit and not each.leads & bit:
+                after = (opened | bit, broken, faults, part)
                 found.append((Kind.ARRIVE, name, after, False, False))
-            after = (opened, broken | bit, faults, *parts)
+            after = (opened, broken | bit, faults, part)
             found.append((Kind.DEADLINE, name, after, False, False))
         return found
 
@@ -187,7 +197,7 @@ class Space:
         return found
 
     def _private(self, summary: Summary) -> bool:
-        return self.calm or (summary.private and not self.others.world)
+        return self.calm or summary.private
 
     def _step(
         self,

@@ -87,6 +87,7 @@ class Tables(Units):
         self.rows = tuple(Rows(partial(self._row_of, slot)) for slot in range(len(block.slots)))
         self._facts: dict[int, Facts] = {}
         self._fences: dict[tuple[int, int], list[tuple[int, Stage, int, int, int, bool]]] = {}
+        self._bits: dict[tuple[int, Stage, int, str], tuple[int, int]] = {}
         self._races: dict[tuple[object, ...], bool] = {}
         self._poisons: dict[tuple[object, ...], bool] = {}
         self.engines = tuple(self._engines()) if faults.engine else ()
@@ -149,6 +150,13 @@ class Tables(Units):
 
     def bit(self, state: RankState, wait: Wait) -> tuple[int, int]:
         """The fence that a rank comes to there: a bit of the block's own, or of the world's."""
+        key = (state.epoch, state.stage, wait.scope, wait.fence)
+        found = self._bits.get(key)
+        if found is None:
+            found = self._bits[key] = self._bit(state, wait)
+        return found
+
+    def _bit(self, state: RankState, wait: Wait) -> tuple[int, int]:
         key = (fence_epoch(self.plan, state.epoch), state.stage)
         if wait.scope == self.plan.world:
             return 0, self.world[(*key, "", wait.fence)]
