@@ -1,8 +1,9 @@
 """The colocated path as verl runs it: Ray actors of verl's own worker class, called through verl's
 own worker group, ONE_TO_ALL and not blocking."""
 
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ RELEASE = verl.__version__
 ROOT = Path(__file__).parents[2]
 RANKS = 2
 OFFLOAD = "engine.to cpu"
+HAS_BARRIER = "distributed.barrier" in inspect.getsource(RayRank.update_weights)
+HANGS_AFTER_S = 6.0
+WAITS = object()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -47,16 +51,37 @@ def group(runs: Path, job: Job, mode: str = "enforce") -> Any:
     return RayWorkerGroup(pool, made, device_name="cpu", worker_env=environment)
 
 
-def sync(workers: Any, step: int) -> list[Any]:
+def sync(workers: Any, step: int, *, within_s: float = 60.0) -> list[Any]:
     """One call as verl's trainer makes it; what each rank's answer came to."""
     workers.begin(step)
-    answers = []
-    for pending in workers.update_weights(global_steps=step):
+    pending = workers.update_weights(global_steps=step)
+    ray.wait(pending, num_returns=len(pending), timeout=within_s)
+    answers: list[Any] = []
+    for each in pending:
         try:
-            answers.append(ray.get(pending, timeout=60))
+            answers.append(ray.get(each, timeout=1))
         except ray.exceptions.RayTaskError as error:
             answers.append(error.cause)
+        except ray.exceptions.GetTimeoutError:
+            answers.append(WAITS)
     return answers
+
+
+def stock(tmp_path: Path, job: Job, fault: Callable[[Any], list[Any]]) -> str:
+    """What the same fault does to verl's own body, in a few words."""
+    where = tmp_path / "stock"
+    where.mkdir()
+    workers = group(where / "runs", job, "off")
+    try:
+        answers = fault(workers)
+    finally:
+        for worker in workers.workers:
+            ray.kill(worker)
+    waiting = [str(rank) for rank, answer in enumerate(answers) if answer is WAITS]
+    raised = [str(answer) for answer in answers if isinstance(answer, Exception)]
+    if waiting:
+        return f"HANGS: rank {', '.join(waiting)} still waits"
+    return f"{len(raised)} of {RANKS} fail: {raised[0]}" if raised else "passes"
 
 
 def test_late_then_failing_then_well_again(tmp_path: Path) -> None:
@@ -73,10 +98,13 @@ def test_late_then_failing_then_well_again(tmp_path: Path) -> None:
     workers.sleep()
     found = verdict(tmp_path / "runs")
     assert (found.verdict, found.guilty) == ("failure", ("trainer/1",))
+    own = Job(ranks=RANKS, replica=RANKS, fail=(1, OFFLOAD))
+    told = stock(tmp_path, own, lambda workers: sync(workers, 1, within_s=HANGS_AFTER_S))
+    assert told.startswith("HANGS: rank 0" if HAS_BARRIER else "2 of 2 fail"), told
     row(
-        f"verl {RELEASE}",
-        "Ray actors: rank 1 raises in offload",
-        "(not run)",
+        f"verl {RELEASE}, Ray actors",
+        "rank 1 raises in offload",
+        told,
         "all stop, then sync again",
     )
 
@@ -101,10 +129,20 @@ def test_a_plan_that_changes_between_syncs(tmp_path: Path) -> None:
     (why,) = {describe(answer.cause) for answer in told}
     assert why.startswith("trainer/0 failed")
     assert "free_cache_engine: True, was False" in why
+
+    def alone(workers: Any) -> list[Any]:
+        assert sync(workers, 1) == [None] * RANKS
+        workers.execute_rank_zero_sync("reconfigure", name="sglang", free_cache_engine=True)
+        return sync(workers, 2, within_s=HANGS_AFTER_S)
+
+    serves = {"free_cache_engine": False}
+    own = Job(ranks=RANKS, replica=RANKS, param_offload=False, rollout=serves)
+    without = stock(tmp_path, own, alone)
+    assert without == "1 of 2 fail: weights is mapped on device 0 already", "rank 1 goes on"
     row(
         f"verl {RELEASE}, Ray actors",
-        "rank 0 alone is configured differently from sync 3 on",
-        "(not run)",
+        "rank 0 alone is configured differently between two syncs",
+        without,
         "all stop with the same cause",
     )
     # Who stayed behind has left that plan too: all begin anew as soon as all are told the same.
