@@ -73,6 +73,7 @@ class Walk:
     def take(self, plan: Plan) -> None:
         """Stand at the beginning of this plan."""
         self.plan = plan
+        self._reads: dict[tuple[Stage, int], bool] = {}
         self.index = plan.index(self.rank)
         self.machine = RankMachine(plan, self.index)
         self._outside_from = self._where_outside_begins()
@@ -140,11 +141,10 @@ class Walk:
         await self._perform(act, bound, done)
         took = (self._mono_ns() - began) / 1e9
         self.phases_s[act.phase] = took
-        free = await self._free_after(act) if act.touches else None
-        duration_s = round(took, 6)
-        self.journal.hold(
-            "phase.end", phase=act.phase, duration_s=duration_s, free_bytes=free, **done
-        )
+        if act.touches:  # A figure holds until something touches memory again.
+            self._free = await self._read(act) if self._reads_after(act) else None
+            done["free_bytes"] = self._free
+        self.journal.hold("phase.end", phase=act.phase, duration_s=round(took, 6), **done)
 
     async def _perform(self, act: Act, bound: Bound, done: dict[str, Any]) -> None:
         """Run the action; one that may be tried again is, once. `done` is what it says of its
@@ -231,23 +231,18 @@ class Walk:
         self.machine.fire(Kind.FAIL, act.phase)
         return broken.cause
 
-    async def _free_after(self, act: Act) -> int | None:
-        """Free bytes after a phase that moves memory, unless the fence behind it measures anyway.
-
-        A figure holds until something touches memory again.
-        """
-        self._free = None
-        moves = any(touch.verb in _MOVES_MEMORY for touch in act.touches)
-        if moves and not self._fence_measures():
-            self._free = await self._read(act)
-        return self._free
-
-    def _fence_measures(self) -> bool:
-        """Whether the next step is a fence that asks for more than an arrival."""
+    def _reads_after(self, act: Act) -> bool:
+        """Whether free bytes are read after this step: it moves memory, and the fence behind it
+        does not measure anyway."""
         state = self.machine.state
-        steps = self.plan.programs if state.stage is Stage.EPOCH else self.plan.recover
-        following = steps[self.index][state.at + 1 : state.at + 2]
-        return any(_measures(step) for step in following)
+        where = state.stage, state.at
+        known = self._reads.get(where)
+        if known is None:
+            steps = self.plan.programs if state.stage is Stage.EPOCH else self.plan.recover
+            following = steps[self.index][state.at + 1 : state.at + 2]
+            moves = any(touch.verb in _MOVES_MEMORY for touch in act.touches)
+            known = self._reads[where] = moves and not any(map(_measures, following))
+        return known
 
     async def _read(self, act: Act) -> int | None:
         if self._reads_here:
