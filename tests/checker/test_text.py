@@ -89,3 +89,16 @@ def test_the_first_run_that_is_shown_is_one_in_which_nothing_fails() -> None:
     assert "run 1 at N = 2, 28 steps:" in first
     assert "crash" not in first
     assert "crash" in second + third
+
+
+def test_with_figures_each_step_says_what_its_devices_hold() -> None:
+    gib = {"params": 30.0, "cache": 25.0, "kv_cache": 40.0}
+    report = check(
+        load("basic"), ranks=2, faults="none", mutate=without_fence("memory_released"),
+        settings=QUICK,
+    )  # fmt: skip
+    lines = report_lines(report, gib)
+    train = next(line for line in lines if line.startswith("    1 start train"))
+    assert train.endswith("(device/0 55 GiB)")
+    assert "device/1 holds: params unknown, cache unknown, kv_cache unknown; 95 GiB" in lines
+    assert not any("GiB" in line for line in report_lines(report))

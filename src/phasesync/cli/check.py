@@ -201,7 +201,8 @@ def _say_report(
         print_json(report.to_json() | more)
         return
     fit = () if peak is None else (peak.says(),)
-    for line in (*report_lines(report), *fit, *lint_lines(doubts), *_shown(report, given)):
+    gib = None if peak is None else read_json(given["memory"])["gib"]
+    for line in (*report_lines(report, gib), *fit, *lint_lines(doubts), *_shown(report, given)):
         click.echo(line)
 
 

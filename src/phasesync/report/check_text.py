@@ -1,6 +1,6 @@
 """What `check` says to people: each property, then the run that goes wrong, then the bounds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from phasesync.checker.growth import grows
 from phasesync.checker.mutants import Survey
@@ -14,14 +14,14 @@ __all__ = ("lint_lines", "report_lines", "survey_lines")
 LEFT_MAX = 3
 
 
-def report_lines(report: Report) -> tuple[str, ...]:
-    """A report as lines of text."""
+def report_lines(report: Report, gib: Mapping[str, float] | None = None) -> tuple[str, ...]:
+    """A report as lines of text; `gib` are figures by resource, if there are any."""
     under = f" ({report.mutation})" if report.mutation else ""
     lines = [f"{report.protocol}{under}: {word(report.verdict)}"]
     for each in report.summaries:
         lines.append(f"  {each.property:<10} {each.verdict:<10} {each.reach}")
     if (case := report.counterexample) is not None:
-        lines += ["", *_run(case)]
+        lines += ["", *_run(case, gib)]
         if len(report.lengths) > 1:
             lines.append(f"length: {grows(report.lengths)}; {_smallest(report)}")
     lines += ["", *_bounds(report)]
@@ -36,7 +36,7 @@ def _smallest(report: Report) -> str:
     return f"the smallest N that fails is {fails}{but}" if fails else "no size tried fails"
 
 
-def _run(case: Case) -> list[str]:
+def _run(case: Case, gib: Mapping[str, float] | None) -> list[str]:
     assert isinstance(case.verdict, Violated)
     broken = case.verdict
     size = "shortest run" if broken.shortest else "a run"
@@ -46,7 +46,8 @@ def _run(case: Case) -> list[str]:
     )
     if case.plan is None or not broken.path:
         return [head, f"broken: {broken.says}"]
-    return [head, *lanes.draw(case.plan, broken.path, broken.violations, says=broken.says)]
+    drawn = lanes.draw(case.plan, broken.path, broken.violations, says=broken.says, gib=gib)
+    return [head, *drawn]
 
 
 def _bounds(report: Report) -> list[str]:

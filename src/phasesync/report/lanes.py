@@ -4,7 +4,7 @@ Everything is replayed on the kernel while it is drawn, so that the picture cann
 kernel did not do. What comes before the steps that matter is folded into one line a place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from phasesync.core.kernel import (
@@ -123,8 +123,12 @@ def draw(
     *,
     says: str = "",
     shown: int = SHOWN,
+    gib: Mapping[str, float] | None = None,
 ) -> tuple[str, ...]:
-    """The run as lines of text; the offending step is marked."""
+    """The run as lines of text; the offending step is marked.
+
+    With `gib`, figures by resource, each step says what the devices that it changes hold then.
+    """
     found, systems = rows(plan, path)
     hidden, places = folded(plan, path, shown)
     tail = found[hidden:]
@@ -143,13 +147,28 @@ def draw(
         column = lanes.index(row.rank) if row.rank in lanes else 0
         body = " " * (width * column) + row.text
         memory = "; ".join(row.memory)
+        if gib and row.memory:
+            devices = dict.fromkeys(change.split()[0] for change in row.memory)
+            after = systems[row.number]
+            sums = (f"{each} {_gib_on(plan, after, each, gib):g} GiB" for each in devices)
+            memory += f" ({', '.join(sums)})"
         line = f"{mark}{row.number:>4} {body.ljust(width * len(lanes))} {memory}"
         lines.append(line.rstrip())
     lines += [_broken(each) for each in violations]
     if says and not violations:
         lines.append(f"broken: {says}")
-    lines += _held(plan, systems[-1], violations)
+    lines += _held(plan, systems[-1], violations, gib)
     return tuple(lines)
+
+
+def _gib_on(plan: Plan, system: System, device: str, gib: Mapping[str, float]) -> float:
+    """What a device holds; what is in doubt counts."""
+    base = [str(each) for each in plan.devices].index(device) * len(plan.protocol.resources)
+    return sum(
+        gib.get(str(resource.name), 0.0)
+        for at, resource in enumerate(plan.protocol.resources)
+        if mapped_of(system.cells[base + at]) is not Mapped.NO
+    )
 
 
 def _options(options: Sequence[tuple[str, OptionValue]]) -> str:
@@ -162,7 +181,12 @@ def _broken(each: Violation) -> str:
     return f"broken: {each.property}: {each.rank} on {each.device}: {each.says}{holders}"
 
 
-def _held(plan: Plan, system: System, violations: Sequence[Violation]) -> list[str]:
+def _held(
+    plan: Plan,
+    system: System,
+    violations: Sequence[Violation],
+    gib: Mapping[str, float] | None,
+) -> list[str]:
     """What is on the devices that the violations name."""
     width = len(plan.protocol.resources)
     lines: list[str] = []
@@ -173,7 +197,8 @@ def _held(plan: Plan, system: System, violations: Sequence[Violation]) -> list[s
             for at, resource in enumerate(plan.protocol.resources)
             if mapped_of(system.cells[base + at]) is not Mapped.NO
         ]
-        lines.append(f"{device} holds: {', '.join(held) or 'nothing'}")
+        sums = f"; {_gib_on(plan, system, str(device), gib):g} GiB" if gib else ""
+        lines.append(f"{device} holds: {', '.join(held) or 'nothing'}{sums}")
     return lines
 
 
