@@ -15,6 +15,7 @@ import pytest
 
 from phasesync.core.fence_keys import Process, Space
 from phasesync.core.model import Broken, Opened, Rank
+from phasesync.errors import FenceBroken
 from phasesync.fences.base import FenceTransport
 from phasesync.fences.direct import DirectLine
 from phasesync.fences.follower import Follower
@@ -158,6 +159,36 @@ def test_a_threshold_above_the_host_lets_each_come_by_itself() -> None:
                 await world.all_arrive(world.call(generation))
             assert (asked["Append"], said["arrive"]) == (3, 0)
             await world.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "watches"])
+def test_who_hears_through_an_arrival_that_is_given_up_hears_all_the_same(how: str) -> None:
+    """The first arrival of a new leader comes by itself, and those of the others wait with it."""
+
+    async def check() -> None:
+        world = world_of(tcp_store(), 4)
+        await world.open()
+        generation = await pass_until_together(world)
+        old, new, *others = world.ranks
+        await world.ends[old].close()
+        await asyncio.sleep(0.2)
+        call = replace(world.call(generation), deadline_s=30.0)
+        leading = asyncio.ensure_future(world.ends[new].arrive(call, arrives(call, new)))
+        await asyncio.sleep(0.1)
+        if how == "cancelled":
+            waiting = [world.ends[r].arrive(call, arrives(call, r)) for r in others]
+        else:
+            waiting = [world.ends[r].watch(call) for r in (new, *others)]
+        told = [asyncio.ensure_future(each) for each in waiting]
+        await asyncio.sleep(0.2)
+        leading.cancel()
+        heard = await asyncio.wait_for(asyncio.gather(*told, return_exceptions=True), 10)
+        for each in heard:
+            assert isinstance(each, Broken | FenceBroken)
+            assert (each.cause.kind, each.cause.ranks) == ("cancelled", (new,))
+        await world.close()
 
     asyncio.run(check())
 

@@ -350,12 +350,14 @@ class StoreFences:
                 self._lines.tidy()
             handed = brings.hand(call, arrival, encode_arrival(arrival), register=register)
         deadline = Deadline(self, call, arrival, slot)
+        waits_here = False
         try:
             if handed is not None:
                 word = await deadline.over(handed, is_handed=True)
                 if word is not None:
                     return await self._told(deadline, call, arrival, slot, word)
-            wait, slot.watched = not slot.watched, True
+            waits_here = wait = not slot.watched
+            slot.watched = True
             steps = arriving(
                 self._space,
                 call,
@@ -381,6 +383,14 @@ class StoreFences:
             return passed
         finally:
             deadline.end()
+            if waits_here and slot.verdict is None:
+                self._pass_on(slot)
+
+    def _pass_on(self, slot: Slot) -> None:
+        """Nobody waits any more on the line of this arrival, by which others might hear."""
+        slot.watched = False
+        if slot.hearers:
+            self._slots.wait(slot, register=True)
 
     async def _arrive_beside(self, call: FenceCall, arrival: Arrival, since: float) -> Opened:
         """The fence was broken for who is no member any more, and nobody else: meet beside it."""
