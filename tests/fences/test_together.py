@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -177,6 +177,7 @@ def test_who_hears_through_an_arrival_that_is_given_up_hears_all_the_same(how: s
         call = replace(world.call(generation), deadline_s=30.0)
         leading = asyncio.ensure_future(world.ends[new].arrive(call, arrives(call, new)))
         await asyncio.sleep(0.1)
+        waiting: list[Coroutine[Any, Any, Opened | Broken]]
         if how == "cancelled":
             waiting = [world.ends[r].arrive(call, arrives(call, r)) for r in others]
         else:
