@@ -195,6 +195,8 @@ def until_entered(life: Life, count: int, within_s: float = 60.0) -> None:
 async def live(life: Life, endpoint: Any, tell: Callable[[Any], None]) -> None:
     """Go through the fences; after one that does not open, leave as a runtime does: aloud."""
     before, tasks = _files(), asyncio.all_tasks()
+    if life.act == "older":
+        _write_older_frames()
     await endpoint.connect()
     await _all_here(life)
     lag = _Lag()
@@ -237,8 +239,8 @@ async def _outcome(arriving: Awaitable[Any]) -> tuple[str, Any]:
         opened = await arriving
     except FenceBroken as error:
         return "broken", error.cause
-    except StaleArrival:
-        return "stale", None
+    except StaleArrival as error:
+        return "stale", str(error)
     except StoreLost as error:
         return "lost", str(error)
     except FenceError as error:
@@ -248,6 +250,16 @@ async def _outcome(arriving: Awaitable[Any]) -> tuple[str, Any]:
     if isinstance(opened, Broken):
         return "broken", opened.cause
     return ("skipped", None) if opened is None else ("open", opened.ticket.hash)
+
+
+def _write_older_frames() -> None:
+    """This rank's phasesync is of a version that writes and expects other frames.
+
+    From its start on: no process changes its version while frames are in its hands.
+    """
+    from phasesync.core import fence
+
+    fence.FRAME_FORMAT = 0
 
 
 class _Lag:
@@ -424,14 +436,6 @@ async def _forks(life: Life, endpoint: Any, call: FenceCall) -> Any:
     signal_self(signal.SIGKILL)
 
 
-async def _older(life: Life, endpoint: Any, call: FenceCall) -> Any:
-    """This rank's phasesync is of a version that wrote other frames."""
-    from phasesync.core import fence
-
-    fence.FRAME_FORMAT = 0
-    return await _well(life, endpoint, call)
-
-
 async def _clock_jumps(life: Life, endpoint: Any, call: FenceCall) -> Any:
     """The wall clock is set forth and back by a day, as time services do by less."""
     true = time.time
@@ -466,7 +470,7 @@ ACTS: Mapping[str, Callable[[Life, Any, FenceCall], Awaitable[Any]]] = {
     "stalls": _stalls,
     "full executor": _full_executor,
     "forks": _forks,
-    "older": _older,
+    "older": _well,
     "clock jumps": _clock_jumps,
     "cancelled": _cancelled,
 }
