@@ -23,8 +23,10 @@ from phasesync.checker.space import Space, State
 __all__ = ("NO_BUDGET", "TIME", "WIDE", "Budget", "Found", "Label", "search")
 
 _LOOK_EVERY = 256
-#: From so many states in a level on, rows are faster than one state after the other.
+#: From so many states in a level on, rows are faster than one state after the other; of blocks of
+#: more than two ranks, which are asked rank by rank, from so many times as many.
 WIDE = 300
+_LARGE = 3
 
 
 def search(
@@ -88,5 +90,7 @@ def search(
 def _rows_pay(space: Space, states: int, wide: int | None) -> bool:
     """Whether a level of so many states is searched as rows, sooner than one by one."""
     if wide is None or states < wide:
+        return False
+    if any(len(moves.tables.slots) > 2 for moves in space.moves) and states < _LARGE * wide:
         return False
     return space.fits_columns and find_spec("numpy") is not None
