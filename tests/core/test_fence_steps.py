@@ -335,6 +335,30 @@ def test_an_older_incarnation_that_arrives_after_the_run_was_swept_leaves_no_key
     assert world.store.values == {}
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_a_second_process_that_fails_while_the_run_is_swept_leaves_no_key(seed: int) -> None:
+    """It has said long ago who waits where, and writes only that it failed before it leaves."""
+    world = World(size=2, generations=2)
+    scheduler = Scheduler(world, random.Random(seed))
+    for rank in world.ranks:
+        scheduler.start(str(rank), world.life(rank))
+    while len(world.finished) < 1 + seed % 2 and scheduler.move():
+        pass
+    for _ in range(seed % 7):
+        scheduler.move()
+    rank = world.ranks[0]
+
+    def second() -> Life:
+        yield from world.failing(rank, 1)
+        yield from leaving(SPACE, rank, {"world": (0, 1)}, peers=world.size)
+
+    scheduler.start("second", second())
+    while scheduler.move():
+        pass
+    assert world.finished == set(world.ranks)
+    assert world.store.values == {}
+
+
 def test_a_deadline_after_the_run_was_swept_decides_nothing() -> None:
     """An incarnation waits at the last fence while another of its rank passes, and all leave."""
     world = World(size=2, generations=2)

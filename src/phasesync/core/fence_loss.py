@@ -274,7 +274,8 @@ def sweeping(space: Space) -> Steps:
     gone = {line.rank for line in left} | {line.rank for line in lost}
     if not ranks <= gone and (yield Read(space.boot)) is not None:
         return  # Where `boot` is missing all had left: who is here wrote these keys since.
-    for scope in sorted({line.scope for line in registered}):
+    # A second process of a rank, broken off at a fence, may have been at none since all was swept.
+    for scope in sorted({line.scope for line in registered}.union(*(line.used for line in left))):
         yield from _sweeping_scope(space, scope, left, registered)
     for digest in lists:
         yield Delete(space.members(digest))
