@@ -1,6 +1,8 @@
 """Real coroutines on simulated ranks: order by schedule, time for nothing, faults by name."""
 
 import asyncio
+import itertools
+import select
 import subprocess
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from phasesync.errors import EpochFailed, FenceBroken, PhasesyncError, PlanError
 from phasesync.spec import load
 from phasesync.world import Injected, InTurn, Outcome, SimFailed, SimRank, SimWorld
+from phasesync.world import loop as loop_module
 from phasesync.world.schedule import read_schedule, write_schedule
 
 
@@ -260,6 +263,22 @@ def test_busy_code_is_named() -> None:
 
     with pytest.raises(SimFailed, match=r"blocked the event loop for .* in test_world\.py:\d+: "):
         SimWorld(1, blocking_s=0.1).run(main)
+
+
+def test_a_machine_that_gives_a_rank_no_time_is_not_called_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All the time that the callback took is time for which the kernel let its thread wait."""
+    asked = itertools.count()
+    monkeypatch.setattr(loop_module, "_delayed_s", lambda thread: next(asked) * 0.5)
+
+    async def main(rank: SimRank) -> None:
+        select.select([], [], [], 0.45)
+
+    SimWorld(1).run(main)
+    monkeypatch.setattr(loop_module, "_delayed_s", lambda thread: 0.0)
+    with pytest.raises(SimFailed, match="blocked the event loop"):
+        SimWorld(1).run(main)
 
 
 def test_a_call_that_sleeps_is_named_by_its_line() -> None:

@@ -48,21 +48,37 @@ class _Watch(threading.Thread):
         super().__init__(name="phasesync-watch", daemon=True)
         self._main = threading.get_ident()
         self._blocking_s = blocking_s
+        self._kernels_name = threading.get_native_id()
         self._over = threading.Event()
+        self._delayed_s = 0.0
         self.began = 0.0  # When the present callback began; 0 between two.
         self.seen: tuple[float, str] = (0.0, "")
 
     def run(self) -> None:
         while not self._over.wait(self._blocking_s / 4):
             began = self.began
-            if began and time.perf_counter() - began > self._blocking_s / 2:
-                frame = sys._current_frames().get(self._main)
-                if frame is not None and self.began == began:
-                    self.seen = (began, _line(frame))
+            if not began or time.perf_counter() - began <= self._blocking_s / 2:
+                self._delayed_s = _delayed_s(self._kernels_name)
+                continue
+            frame = sys._current_frames().get(self._main)
+            if frame is not None and self.began == began:
+                self.seen = (began, _line(frame))
+
+    def delayed_s(self) -> float:
+        """For how long of the present callback, if that is long, the machine let it wait."""
+        return _delayed_s(self._kernels_name) - self._delayed_s
 
     def stop(self) -> None:
         self._over.set()
         self.join()
+
+
+def _delayed_s(thread: int) -> float:
+    """For how long a thread of this process has waited for a processor, where the kernel tells."""
+    try:
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _line(frame: FrameType | None) -> str:
@@ -190,9 +206,14 @@ class Loop(asyncio.SelectorEventLoop):
         self._watch.began = began
         ready.handle._run()
         took, busy = time.perf_counter() - began, time.thread_time() - busy
+        if took > self._blocking_s:
+            self._look_back(ready, began, took, busy)
         self._watch.began = 0.0
-        # Much work, or a call that slept; a machine that gave the thread no time is neither.
-        if took > self._blocking_s and (busy > self._blocking_s / 2 or busy < took / 10):
+
+    def _look_back(self, ready: _Ready, began: float, took: float, busy: float) -> None:
+        """Much work, or a call that slept; a machine that gave the thread no time is neither."""
+        slept = took - busy - self._watch.delayed_s()
+        if busy > self._blocking_s / 2 or (busy < took / 10 and slept > self._blocking_s / 2):
             at, line = self._watch.seen
             self.blocked.append((ready.rank, line if at == began else repr(ready.handle), took))
 
