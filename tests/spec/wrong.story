@@ -82,8 +82,8 @@ colocated: `free_cache_engine: {` -> `moon: {type: enum, of: [param_offload, x],
   ! 13:3: option 'param_offload' is also a choice of 'moon'; rename one, so that conditions are clear [reference]
 colocated: `fence_scope:       {` -> `world:       {`
   ! 15:3: 'world' means something else here; give the option another name
-  ! 45:12: scope of fence 'ready_for_weights' cannot be 'fence_scope'; scopes are: world, replica, world
-  ! 61:12: scope of fence 'memory_released' cannot be 'fence_scope'; scopes are: world, replica, world
+  ! 45:12: scope of fence 'ready_for_weights' cannot be 'fence_scope'; without another group under `groups`, scopes are: world, replica
+  ! 61:12: scope of fence 'memory_released' cannot be 'fence_scope'; without another group under `groups`, scopes are: world, replica
 
 ## Conditions
 
@@ -147,7 +147,7 @@ basic: `groups:  {replica` -> `groups:  {world`
   ! 5:11: 'world' means something else here; give the group another name
   ! 8:20: place of role 'engine' is 'one per replica'; places are: device, world
   ! 8:20: role 'engine' is driven by a leader, of no group; write `one per GROUP`, whose leader drives it
-  ! 21:37: scope of fence 'memory_released' cannot be 'replica'; scopes are: world, world
+  ! 21:37: scope of fence 'memory_released' cannot be 'replica'; without another group under `groups`, scopes are: world
   ! 22:52: acquires cannot reach 'replica'; places are: device, world, all
   ! 23:52: releases cannot reach 'replica'; places are: device, world, all
 basic: `one per device}\n` -> `one per node}\n`
@@ -235,7 +235,7 @@ basic: `fence: memory_released` -> `fence: Memory released`
 basic: `scope: replica, deadline_s` -> `scope: replica_size, deadline_s`
   ! 21:37: scope of fence 'memory_released' is option 'replica_size', which holds no scope; an option that is a scope is an enum of: world, replica
 basic: `scope: replica, deadline_s` -> `scope: node, deadline_s`
-  ! 21:37: scope of fence 'memory_released' cannot be 'node'; scopes are: world, replica
+  ! 21:37: scope of fence 'memory_released' cannot be 'node'; without another group under `groups`, scopes are: world, replica
 basic: `, deadline_s: 300` -> ``
   ! 21:13: fence 'memory_released' has no deadline_s; add `deadline_s: 300`
 basic: `deadline_s: 300` -> `deadline_s: 0`

@@ -193,7 +193,8 @@ def _scope(draft: Draft, node: Node | None, what: str) -> str:
     option = draft.options.get(word)
     if option is None:
         held = [name for name, option in draft.options.items() if _holds_scopes(option, scopes)]
-        right = suggest(word, [*scopes, *held], "scopes")
+        known = list(dict.fromkeys((*scopes, *held)))
+        right = suggest(word, known, "without another group under `groups`, scopes")
         say.say(node, f"scope of {what} cannot be {describe(node)}", right)
     elif not _holds_scopes(option, scopes):
         right = f"an option that is a scope is an enum of: {', '.join(scopes)}"
