@@ -82,6 +82,35 @@ def test_a_table_shows_what_was_not_measured_as_a_dash() -> None:
     assert lines[-1].endswith("others used up to 25%")
 
 
+@pytest.mark.parametrize(("wide", "blocks"), [(None, 1), (120, 1), (80, 1), (40, 3)])
+def test_a_table_is_as_wide_as_the_terminal(wide: int | None, blocks: int) -> None:
+    names, sizes = ("store", "to_thread(dist.barrier)"), (2, 4, 8, 16, 32)
+    rows = [
+        Row(
+            variant=name,
+            size=size,
+            fences=9,
+            p50_ms=size / len(name),
+            p99_ms=1234.56,
+            least_ms=0.1,
+            most_ms=2000.0,
+            early=0,
+            foreign=0.5,
+            cpu_us=987.0,
+        )
+        for name in names
+        for size in sizes
+    ]
+    lines = table(rows, wide).splitlines()
+    assert max(map(len, lines)) <= (wide or 110)
+    assert [line.split() for line in lines if "N=" in line] == [
+        [f"N={size}" for size in part]
+        for part in ([sizes] if blocks == 1 else [sizes[:2], sizes[2:4], sizes[4:]])
+    ]
+    assert all(f"{size / len(name):.2f}" in "\n".join(lines) for name in names for size in sizes)
+    assert sum(line.startswith("store : ") for line in lines) == blocks
+
+
 def test_each_step_of_a_fence_has_a_cost() -> None:
     assert all(cost > 0 for cost in step_costs(repeats=5).values())
 

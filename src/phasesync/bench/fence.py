@@ -302,45 +302,69 @@ def _foreign(before: tuple[float, float, float], after: tuple[float, float, floa
 # --- Showing it ------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Medians and 99th percentiles in milliseconds, a variant a line, a size a column."""
+def table(rows: Sequence[Row], wide: int | None = None) -> str:
+    """Medians and 99th percentiles in milliseconds, a variant a line, a size a column.
+
+    Where that is wider than `wide`, medians only; and where these are, too, a block for each few
+    sizes.
+    """
     sizes = sorted({row.size for row in rows})
     by_place = {(row.variant, row.size): row for row in rows}
     names = list(dict.fromkeys(row.variant for row in rows))
-    width = max(map(len, names))
-    lines = [" " * width + "".join(f"{f'N={size}':>16}" for size in sizes)]
-    for name in names:
-        cells = [by_place.get((name, size)) for size in sizes]
-        shown = "".join(f"{f'{c.p50_ms:.2f} / {c.p99_ms:.2f}' if c else '-':>16}" for c in cells)
-        lines.append(f"{name:<{width}}{shown}")
-    if any(row.cpu_us for row in rows):
-        lines.append("processor time of a rank for one fence, us")
-        for name in names:
-            cells = [by_place.get((name, size)) for size in sizes]
-            lines.append(
-                f"{name:<{width}}"
-                + "".join(f"{f'{c.cpu_us:.0f}' if c else '-':>16}" for c in cells)
-            )
-    lines += _ratios(by_place, sizes, width)
+    lead = max(map(len, names), default=0)
+    is_narrow = wide is not None and lead + FULL * len(sizes) > wide
+    cell = SHORT if is_narrow else FULL
+    at_once = max((wide - lead) // cell, 1) if wide is not None else len(sizes)
+    lines: list[str] = []
+    for at in range(0, len(sizes), at_once):
+        lines += _block(by_place, names, sizes[at : at + at_once], lead, cell)
     worst = max((row.foreign for row in rows), default=0.0)
-    lines.append(f"p50 / p99 in ms, last arrival to last release; others used up to {worst:.0%}")
+    said = "p50" if is_narrow else "p50 / p99"
+    lines += [f"{said} in ms, last arrival to last release;", f"others used up to {worst:.0%}"]
+    if not is_narrow:
+        lines[-2:] = [" ".join(lines[-2:])]
     return "\n".join(lines)
 
 
-COMPARED = (("store", "to_thread(dist.barrier)"), ("ray", "ray actor barrier"))
+FULL, SHORT = 16, 8
 
 
-def _ratios(
-    by_place: dict[tuple[str, int], Row], sizes: Sequence[int], width: int
+def _block(
+    by_place: dict[tuple[str, int], Row],
+    names: Sequence[str],
+    sizes: Sequence[int],
+    lead: int,
+    cell: int,
 ) -> Iterator[str]:
-    """How ours compares with what it stands in for, median over median."""
+    """The figures of some sizes."""
+
+    def line(title: str, cells: Iterable[str]) -> str:
+        return f"{title:<{lead}}" + "".join(f"{each:>{cell}}" for each in cells)
+
+    def cost(row: Row | None) -> str:
+        if row is None:
+            return "-"
+        return f"{row.p50_ms:.2f}" + (f" / {row.p99_ms:.2f}" if cell == FULL else "")
+
+    def ratio(ours: Row | None, theirs: Row | None) -> str:
+        return f"{ours.p50_ms / theirs.p50_ms:.2f}" if ours and theirs else "-"
+
+    found = {name: [by_place.get((name, size)) for size in sizes] for name in names}
+    yield line("", (f"N={size}" for size in sizes))
+    for name, rows in found.items():
+        yield line(name, map(cost, rows))
+    if any(row.cpu_us for row in by_place.values()):
+        yield "processor us of a rank for one fence"
+        for name, rows in found.items():
+            yield line(name, (f"{row.cpu_us:.0f}" if row else "-" for row in rows))
     for ours, theirs in COMPARED:
-        pairs = [(by_place.get((ours, size)), by_place.get((theirs, size))) for size in sizes]
-        if any(a and b for a, b in pairs):
-            cells = [f"{a.p50_ms / b.p50_ms:.2f}" if a and b else "-" for a, b in pairs]
+        if ours in found and theirs in found:
             title = f"{ours} : {theirs}"
-            lead = title if len(title) <= width else f"{ours} : barrier"
-            yield f"{lead:<{width}}" + "".join(f"{cell:>16}" for cell in cells)
+            title = title if len(title) <= lead else f"{ours} : barrier"
+            yield line(title, map(ratio, found[ours], found[theirs]))
+
+
+COMPARED = (("store", "to_thread(dist.barrier)"), ("ray", "ray actor barrier"))
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:

@@ -1,7 +1,9 @@
 """`phasesync bench`: measured on your own machine, beside peers in the same run."""
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
+from shutil import get_terminal_size
 
 import click
 
@@ -77,7 +79,8 @@ def fence(
     if as_json:
         print_json(found)
     else:
-        click.echo(table(rows))
+        wide = get_terminal_size().columns if sys.stdout.isatty() else None
+        click.echo(table(rows, wide))
         for name, cost in found.get("steps_us", {}).items():
             click.echo(f"{name:<30}{cost:>8.1f} µs")
     if png is not None:
