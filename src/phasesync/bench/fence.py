@@ -367,6 +367,9 @@ def _block(
 COMPARED = (("store", "to_thread(dist.barrier)"), ("ray", "ray actor barrier"))
 
 
+STEPS_MS = [digit * 10.0**power for power in range(-2, 5) for digit in (1, 2, 5)]
+
+
 def draw(rows: Sequence[Row], file: Path) -> None:
     """The medians over the number of processes, as a PNG.
 
@@ -387,7 +390,13 @@ def draw(rows: Sequence[Row], file: Path) -> None:
         mine = sorted((row for row in rows if row.variant == name), key=lambda row: row.size)
         axes.plot([r.size for r in mine], [r.p50_ms for r in mine], marker="o", label=name)
     axes.set(xscale="log", yscale="log", xlabel="processes", ylabel="fence cost, median, ms")
-    axes.set_xticks(sorted({row.size for row in rows}), labels=sorted({row.size for row in rows}))
+    sizes = sorted({row.size for row in rows})
+    axes.set_xticks(sizes, labels=sizes)
+    axes.minorticks_off()  # Those of a logarithmic axis are named over the sizes.
+    least, most = (bound(row.p50_ms for row in rows) for bound in (min, max))
+    steps = [each for each in STEPS_MS if least / 2 < each < most * 2]
+    axes.set_yticks(steps, labels=[f"{each:g}" for each in steps])
+    axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(file, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
