@@ -1,6 +1,7 @@
 """Real coroutines on simulated ranks: order by schedule, time for nothing, faults by name."""
 
 import asyncio
+import gc
 import itertools
 import select
 import subprocess
@@ -263,6 +264,17 @@ def test_busy_code_is_named() -> None:
 
     with pytest.raises(SimFailed, match=r"blocked the event loop for .* in test_world\.py:\d+: "):
         SimWorld(1, blocking_s=0.1).run(main)
+
+
+def test_what_the_collector_takes_is_not_called_a_block() -> None:
+    """A long session leaves much to look through, and any allocation may begin it."""
+    many = [[number] for number in range(3_000_000)]
+
+    async def main(rank: SimRank) -> None:
+        gc.collect()
+
+    SimWorld(1, blocking_s=0.02).run(main)
+    assert len(many) == 3_000_000
 
 
 def test_a_machine_that_gives_a_rank_no_time_is_not_called_a_block(
