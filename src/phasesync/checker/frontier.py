@@ -6,6 +6,7 @@ share. Whatever this file says of a step `Space.successors` says too: the one is
 other, and every test of the one asks the other.
 """
 
+from collections.abc import Mapping
 from math import factorial
 from typing import Any, NamedTuple
 
@@ -50,6 +51,10 @@ class _Labels:
         return found
 
 
+_MASKS = ("awaits", "arrived", "came", "leads")
+_FACTS = ("missing", "gone", "stuck", "private", "resting")
+
+
 class _Sums:
     """What the rest sees of blocks of one shape, as columns by the number of the block."""
 
@@ -66,7 +71,7 @@ class _Sums:
         self.resting = Column(np.bool_)
         self.held = Column(np.int64, 3 * pairs) if pairs else None
 
-    def take(self, columns: dict[str, Rows]) -> None:
+    def take(self, columns: Mapping[str, Any]) -> None:
         """Takes in more blocks, column by column."""
         for name, values in columns.items():
             getattr(self, name).extend(values)
@@ -76,17 +81,9 @@ class _Sums:
         more = self.moves.summaries[len(self.awaits) :]
         if not more:
             return
-        self.awaits.extend([masked(each.awaits) for each in more])
-        self.arrived.extend([masked(each.arrived) for each in more])
-        self.came.extend([masked(each.came) for each in more])
-        self.leads.extend([masked(each.leads) for each in more])
-        self.missing.extend([each.missing for each in more])
-        self.gone.extend([each.gone for each in more])
-        self.stuck.extend([each.stuck for each in more])
-        self.private.extend([each.private for each in more])
-        self.resting.extend([each.resting for each in more])
-        if self.held is not None:
-            self.held.extend([each.held for each in more])
+        masks = {name: [masked(getattr(each, name)) for each in more] for name in _MASKS}
+        facts = _FACTS if self.held is None else (*_FACTS, "held")
+        self.take(masks | {name: [getattr(each, name) for each in more] for name in facts})
 
 
 class _Spans(NamedTuple):
