@@ -246,6 +246,34 @@ class Server:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": body})
 
+    def ask(
+        self,
+        path: str,
+        *,
+        kind: str = "http",
+        method: str = "POST",
+        query: str = "",
+        body: bytes = b"",
+        header: tuple[bytes, bytes] | None = None,
+        root: str = "",
+    ) -> list[dict[str, Any]]:
+        """What is sent back."""
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": kind, "method": method, "path": root + path, "root_path": root,
+            "query_string": query.encode(),
+            "headers": [] if header is None else [header],
+        }  # fmt: skip
+        asyncio.run(self.app(scope, receive, send))
+        return sent
+
     def post(
         self,
         path: str,
@@ -254,21 +282,14 @@ class Server:
         ticket: Ticket | None = None,
         method: str = "POST",
     ) -> tuple[int, bytes]:
-        headers = [] if ticket is None else [(b"X-Phasesync-Ticket", ticket_text(ticket).encode())]
-        sent: list[dict[str, Any]] = []
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": b"" if body is None else wire.encode(body)}
-
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
-
-        scope = {
-            "type": "http", "method": method, "path": path, "query_string": query.encode(),
-            "headers": headers,
-        }  # fmt: skip
-        asyncio.run(self.app(scope, receive, send))
-        return sent[0]["status"], sent[1]["body"]
+        begun, content = self.ask(
+            path,
+            method=method,
+            query=query,
+            body=b"" if body is None else wire.encode(body),
+            header=(b"X-Phasesync-Ticket", ticket_text(ticket).encode()) if ticket else None,
+        )
+        return begun["status"], content["body"]
 
 
 def test_a_server_refuses_what_has_no_ticket_in_its_header(fences: Fences) -> None:
@@ -303,22 +324,9 @@ def test_a_server_serves_the_admitted_epoch_until_its_floor_rises(fences: Fences
 
 
 def test_a_header_that_is_no_ticket_is_refused(fences: Fences) -> None:
-    server = Server(fences)
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b""}
-
-    scope = {
-        "type": "http", "method": "POST", "path": "/wake_up", "query_string": b"",
-        "headers": [(b"x-phasesync-ticket", b"{}")],
-    }  # fmt: skip
-    asyncio.run(server.app(scope, receive, send))
-    assert sent[0]["status"] == 409
-    assert b"is no ticket" in sent[1]["body"]
+    begun, content = Server(fences).ask("/wake_up", header=(b"x-phasesync-ticket", b"{}"))
+    assert begun["status"] == 409
+    assert b"is no ticket" in content["body"]
 
 
 GENERATES = """
@@ -374,28 +382,11 @@ def test_a_route_of_ones_own_passes_where_its_guard_says_so(fences: Fences) -> N
 @pytest.mark.parametrize("root", ["", "/engines/3"])
 def test_a_websocket_and_a_server_below_a_prefix_are_guarded_too(fences: Fences, root: str) -> None:
     server = Server(fences)
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b""}
-
-    def asked(kind: str, path: str) -> dict[str, Any]:
-        sent.clear()
-        scope = {
-            "type": kind, "method": "POST", "path": root + path, "root_path": root,
-            "query_string": b"", "headers": [],
-        }  # fmt: skip
-        asyncio.run(server.app(scope, receive, send))
-        return sent[0]
-
-    closed = asked("websocket", "/v1/realtime")
-    assert (closed["type"], closed["code"]) == ("websocket.close", 1008)
-    assert asked("websocket", FLOOR_PATH)["type"] == "websocket.close"
-    assert asked("http", "/wake_up")["status"] == 409
-    assert asked("http", "/tokenize")["status"] == 200
+    for path in ("/v1/realtime", FLOOR_PATH):
+        (closed,) = server.ask(path, kind="websocket", root=root)
+        assert (closed["type"], closed["code"]) == ("websocket.close", 1008)
+    assert server.ask("/wake_up", root=root)[0]["status"] == 409
+    assert server.ask("/tokenize", root=root)[0]["status"] == 200
 
 
 class Queueing(AsyncSurface):
