@@ -114,6 +114,8 @@ def test_audit_writes_a_page_and_a_trace(run: Run, tmp_path: Path) -> None:
         (["import", "word", __file__], "no importer 'word'"),
         (["collect", "/nosuch"], "/nosuch"),
         (["bench", "fence", "--sizes", "x"], "--sizes takes numbers from 1 on"),
+        (["bench", "fence", "--sizes", "2,5000"], "--sizes takes numbers up to 1,024, not 5,000"),
+        (["bench", "fence", "--clients", "999999"], "--clients takes numbers up to 100,000, not"),
     ],
 )
 def test_a_mistake_gets_one_line(run: Run, arguments: list[str], says: str) -> None:

@@ -57,7 +57,7 @@ def fence(
     from phasesync.bench.steps import step_costs
 
     if clients is not None:
-        _clients(_numbers(clients, "--clients"), only, fences, as_json=as_json)
+        _clients(_numbers(clients, "--clients", CLIENTS_MAX), only, fences, as_json=as_json)
         return
     if kept is not None:
         found = read_json(kept)
@@ -152,19 +152,25 @@ def _clients(counts: list[int], only: str | None, fences: int, *, as_json: bool)
         click.echo(clients_table(rows))
 
 
-def _numbers(said: str, option: str) -> list[int]:
+CLIENTS_MAX = 100_000
+SIZE_MAX = 1024  # Processes on one machine.
+
+
+def _numbers(said: str, option: str, most: int) -> list[int]:
     try:
         numbers = [int(number) for number in said.split(",")]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
         raise click.UsageError(f"{option} takes numbers from 1 on, such as 2,4,8, not {said!r}")
+    if max(numbers) > most:
+        raise click.UsageError(f"{option} takes numbers up to {most:,}, not {max(numbers):,}")
     return numbers
 
 
 def _counts(sizes: str | None, *, gpus: bool) -> list[int]:
     """The numbers of processes that were asked for."""
-    counts = _numbers(sizes or "2,4,8", "--sizes")
+    counts = _numbers(sizes or "2,4,8", "--sizes", SIZE_MAX)
     if not gpus:
         return counts
     from phasesync.bench import barriers
