@@ -30,7 +30,7 @@ from phasesync.core.model import (
     Version,
 )
 
-__all__ = ("VARIANTS", "Place", "Variant", "arrival_of", "call_of", "gpus", "member")
+__all__ = ("VARIANTS", "Cluster", "Place", "Variant", "arrival_of", "call_of", "gpus", "member")
 
 DEADLINE_S = 60.0
 
@@ -47,7 +47,7 @@ class Place:
     run: str
     replica_size: int | None = None
     coordinator: tuple[str, int] | None = None
-    cluster: str | None = None
+    cluster: "Cluster | None" = None
 
     @property
     def scope(self) -> str:
@@ -61,6 +61,21 @@ class Place:
     @property
     def members(self) -> range:
         return range(self.first, min(self.first + (self.replica_size or self.size), self.size))
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A Ray cluster, and what a process needs around it to be let in (Ray 2.60: a token)."""
+
+    address: str
+    environment: tuple[tuple[str, str], ...]
+
+    def join(self) -> Any:
+        """Connect this process, and give its `ray`."""
+        os.environ.update(self.environment)
+        ray: Any = import_module("ray")
+        ray.init(address=self.address, log_to_driver=False, ignore_reinit_error=True)
+        return ray
 
 
 def gpus() -> int:
@@ -168,8 +183,8 @@ async def _make_tcp(place: Place) -> Fence:
 
 
 async def _make_ray(place: Place) -> Fence:
-    ray: Any = import_module("ray")
-    ray.init(address=place.cluster, log_to_driver=False, ignore_reinit_error=True)
+    assert place.cluster is not None
+    place.cluster.join()
     from phasesync.fences.ray import RayFences  # noqa: PLC0415
 
     return await _over(place, RayFences(rank=_rank(place), run=place.run))
@@ -196,8 +211,8 @@ class _BarrierActor:
 
 
 async def _make_ray_barrier(place: Place) -> Fence:
-    ray: Any = import_module("ray")
-    ray.init(address=place.cluster, log_to_driver=False, ignore_reinit_error=True)
+    assert place.cluster is not None
+    ray = place.cluster.join()
     name = f"barrier.{place.run}.{place.scope}"
     options = {"name": name, "namespace": "bench", "get_if_exists": True}
     made = ray.remote(_BarrierActor).options(num_cpus=0, lifetime="detached", **options)

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from phasesync.bench.barriers import VARIANTS, Place, gpus, member
+from phasesync.bench.barriers import VARIANTS, Cluster, Place, gpus, member
 from phasesync.errors import InputError
 
 __all__ = (
@@ -193,12 +193,13 @@ def processes(
 
 
 @contextmanager
-def _ray() -> Iterator[str]:
-    """A Ray cluster on this machine; its address."""
+def _ray() -> Iterator[Cluster]:
+    """A Ray cluster on this machine."""
     ray: Any = import_module("ray")
-    ray.init(include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False)
     try:
-        yield ray.get_runtime_context().gcs_address
+        ours = tuple(each for each in os.environ.items() if each[0].startswith("RAY_"))
+        yield Cluster(ray.get_runtime_context().gcs_address, ours)
     finally:
         ray.shutdown()
 

@@ -213,6 +213,8 @@ def collect(
     """
     from phasesync import logs
 
+    if address and not over_ray:
+        raise click.UsageError("--address is that of a Ray cluster: it goes with --ray")
     out = output or run.with_name(f"{run.name}.pack.tar.gz")
     manifest = _over_ray(run, out, address) if over_ray else logs.collect(run, out)
     if as_json:

@@ -4,6 +4,8 @@ Nodes that share a folder send the same files; each is kept once. A node that ca
 named in the manifest, and the rest is packed all the same.
 """
 
+import os
+import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +15,13 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from phasesync.errors import LogError
+from phasesync.errors import InputError, LogError
 from phasesync.logs import collect, unpacked
 
 __all__ = ("collect_over_ray",)
 
 ASK_S = 300.0
+KNOCK_S = 5.0
 
 
 def collect_over_ray(
@@ -31,9 +34,10 @@ def collect_over_ray(
 
     Raises:
         LogError: no node has a journal in `run`, or `out` cannot be written.
+        InputError: there is no cluster to ask.
     """
     if not ray.is_initialized():
-        ray.init(address=address or "auto", log_to_driver=False, configure_logging=False)
+        _connect(address or os.environ.get("RAY_ADDRESS") or "auto")
     task = ray.remote(num_cpus=0, max_retries=0)(_pack)
     asked = {
         f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})": task.options(
@@ -52,6 +56,21 @@ def collect_over_ray(
             said = "; ".join(f"{name}: {each['why']}" for name, each in nodes.items())
             raise LogError(f"{run}: no node has a journal there ({said})")
         return collect(together, out, nodes=nodes)
+
+
+def _connect(address: str) -> None:
+    """Join the cluster. Ray asks for minutes after a head that is gone: so a knock comes first."""
+    host, colon, port = address.rpartition(":")
+    try:
+        if colon and port.isdigit() and "/" not in host:
+            socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (OSError, OverflowError, RuntimeError, ValueError, RayError) as error:
+        where = "on this machine" if address == "auto" else f"at {address}"
+        raise InputError(
+            f"no Ray cluster can be joined {where} ({error}); --address takes its host:port, and "
+            "without --ray the journals of this machine alone are packed"
+        ) from error
 
 
 def _pack(run: str) -> tuple[bytes, str]:
