@@ -8,9 +8,9 @@ from typing import Any
 
 
 def test_processes_older_than_the_cluster_are_let_in(ray_module: Any) -> None:
-    asked = "bench fence --sizes 2 --json --only tcp,ray --rounds 1 --fences 2".split()
+    asked = "bench fence --sizes 2 --json --only tcp,ray --rounds 1 --fences 2"
     ran = subprocess.run(
-        [sys.executable, "-m", "phasesync", *asked],
+        [sys.executable, "-m", "phasesync", *asked.split()],
         # An address that a cluster once had must not be gone to.
         env={**os.environ, "RAY_ADDRESS": "127.0.0.1:1"},
         capture_output=True,
