@@ -1,6 +1,7 @@
 """Fences under Ray, with ranks as real actors of a small local cluster."""
 
 import asyncio
+import gc
 import secrets
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from phasesync.core.model import Rank
+from phasesync.errors import StoreLost
 from phasesync.fences.base import FenceTransport
 from phasesync.testing import FenceWorld, check_fence_transport
 from tests.fences.processes import Part, Seen, call_of, live, rank_of
@@ -184,3 +186,54 @@ def test_a_coordinator_that_nobody_needs_ends_itself(ray: Any) -> None:
     assert not is_there(ray, run)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(coordinator.address.remote(), timeout=10)
+
+
+class _Lacking:
+    """A coordinator whose worker lacks what it needs."""
+
+    def __init__(self, idle_exit_s: float) -> None:
+        raise ModuleNotFoundError("No module named 'phasesync'")
+
+    async def address(self) -> tuple[tuple[str, int], str]:
+        return ("127.0.0.1", 1), "never told"
+
+
+def test_a_coordinator_that_cannot_start_is_told_at_once(
+    ray: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from phasesync.fences import ray as under_ray
+
+    async def rank_0() -> None:
+        async with asyncio.timeout(under_ray.CONNECT_S / 2):
+            await under_ray.RayFences(rank=rank_of(0), run=secrets.token_hex(4)).connect()
+
+    monkeypatch.setattr(under_ray, "_CoordinatorActor", _Lacking)
+    with pytest.raises(StoreLost, match="which needs phasesync as well") as told:
+        asyncio.run(rank_0())
+    assert "(ModuleNotFoundError: No module named 'phasesync')" in str(told.value)
+
+
+class _Slow:
+    async def wait(self) -> None:
+        await asyncio.sleep(60)
+
+
+def test_a_call_that_is_given_up_raises_nothing_later(ray: Any) -> None:
+    from phasesync.fences.ray import answer
+
+    said: list[dict[str, Any]] = []
+
+    async def give_up() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+        actor = ray.remote(num_cpus=0)(_Slow).remote()
+        await answer(actor.__ray_ready__.remote(), grace_s=0)
+        call = actor.wait.remote()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(answer(call, grace_s=0), 0.3)
+        with pytest.raises(ray.exceptions.TaskCancelledError):
+            await call
+        await asyncio.sleep(0.1)
+        gc.collect()
+
+    asyncio.run(give_up())
+    assert said == []

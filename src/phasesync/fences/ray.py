@@ -142,10 +142,16 @@ class RayFences:
         try:
             async with asyncio.timeout(CONNECT_S):
                 address, token = await self._find()
-        except (TimeoutError, RayError) as error:
+        except TimeoutError as error:
             raise StoreLost(
-                f"no coordinator of run {self._run!r} under Ray ({type(error).__name__}: {error}); "
+                f"no coordinator of run {self._run!r} under Ray within {CONNECT_S:g} s; "
                 "rank 0 makes it, or the driver by start_coordinator"
+            ) from error
+        except RayError as error:
+            raise StoreLost(
+                f"the coordinator of run {self._run!r} does not start under Ray ({_why(error)}); "
+                "it runs in a worker of its own, which needs phasesync as well: install it on "
+                "every node, or name it in the runtime_env of ray.init"
             ) from error
         self._inner = TcpFences(
             address,
@@ -197,7 +203,9 @@ class RayFences:
                 actor = await in_thread(self._look_up, name="phasesync.ray.find")
                 where: tuple[tuple[str, int], str]
                 where = await answer(actor.address.remote(), grace_s=0)
-            except (ValueError, RayActorError):
+            except (ValueError, RayActorError) as error:
+                if getattr(error, "actor_init_failed", False):
+                    raise
                 # Not there yet, or just ending because nobody came.
                 await asyncio.sleep(LOOK_AGAIN_S)
             else:
@@ -227,9 +235,14 @@ async def answer(call: Any, *, grace_s: float) -> Any:
         if not future.done():
             ray.cancel(call)
             await asyncio.wait((future,), timeout=grace_s)
-        if future.done() and not future.cancelled():
-            future.exception()  # It is over; what it raised is nobody's any more.
+        future.add_done_callback(_forget)
         raise
+
+
+def _forget(future: asyncio.Future[Any]) -> None:
+    """What it raised, or will raise, is nobody's any more."""
+    if not future.cancelled():
+        future.exception()
 
 
 def lost_in(error: BaseException) -> RankLost | None:
@@ -321,7 +334,7 @@ def _cause(rank: Rank, error: BaseException) -> RootCause:
     return cause_of(rank, error)
 
 
-def _why(error: RayActorError) -> str:
+def _why(error: RayError) -> str:
     """The first sentences of Ray's notice that say why; lines before them say who."""
     lines = [line.strip() for line in str(error).splitlines() if line and line[0] != "\t"]
     return lines[-1].partition(" Some common causes")[0] if lines else type(error).__name__
