@@ -12,14 +12,13 @@ import sys
 import time
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from tests.fences.faults.matrix import Member
 from tests.fences.faults.ranks import Life, Record, board, until_entered
+from tests.workers import PATHS
 
 SIZE = 4
-ROOT = str(Path(__file__).parents[2])
 
 
 def main(address: str, link: str, patience_s: float) -> dict[str, Any]:
@@ -28,7 +27,7 @@ def main(address: str, link: str, patience_s: float) -> dict[str, Any]:
         address=f"{address}:6379",
         log_to_driver=False,
         logging_level="ERROR",
-        runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+        runtime_env={"env_vars": PATHS},
     )
     with board() as name:
         life = Life(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.net.namespaces import FAR, NEAR, Cable, cable
+from tests.workers import PATHS
 
 ROOT = Path(__file__).parents[2]
 KNOWN_S = 12.0  # The kernel gives a silent host up after 5 s; a busy machine says so later.
@@ -41,7 +42,7 @@ def _start(host: str, address: str, *how: str) -> None:
         *(_ray(), "start", *how, f"--node-ip-address={address}", "--num-cpus=1"),
         *("--object-store-memory=80000000", "--resources", json.dumps({place: 2})),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **PATHS}
     done = subprocess.run(
         ["ip", "netns", "exec", host, *words],
         capture_output=True,

@@ -3,10 +3,11 @@
 import os
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.workers import PATHS
 
 STORE_BYTES = 80 * 2**20
 
@@ -36,7 +37,7 @@ def ray(ray_module: Any) -> Iterator[Any]:
         object_store_memory=STORE_BYTES,
         log_to_driver=False,
         configure_logging=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}},
+        runtime_env={"env_vars": PATHS},
     )
     yield ray_module
     ray_module.shutdown()

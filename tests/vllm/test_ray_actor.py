@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +10,12 @@ from phasesync.core.model import FenceKey, FenceVerdict, Opened, Rank, Ticket
 from phasesync.engines.base import Floor
 from phasesync.engines.guard import guard
 from phasesync.engines.vllm import Rpc, VllmEngine
+from tests.workers import PATHS
 
 from .conftest import PROMPT, Models
 from .cycle import LEADER, Fences, colocated_epoch
 
 ray = pytest.importorskip("ray")
-ROOT = Path(__file__).parents[2]
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -93,7 +92,7 @@ def board() -> Iterator[Any]:
         include_dashboard=False,
         logging_level="ERROR",
         log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+        runtime_env={"env_vars": PATHS},
     )
     yield ray.remote(num_cpus=0)(Board).remote()
     ray.shutdown()

@@ -43,6 +43,7 @@ from tests.fences.faults.ranks import (
     until_entered,
 )
 from tests.fences.processes import hosted, store_host, tcp_host
+from tests.workers import PATHS
 
 __all__ = ("COLUMNS", "OURS", "Cell", "cell", "table")
 
@@ -369,7 +370,7 @@ def started_ray() -> Iterator[None]:
         object_store_memory=80 * 2**20,
         log_to_driver=False,
         configure_logging=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[3])}},
+        runtime_env={"env_vars": PATHS},
     )
     try:
         yield
