@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from phasesync.core import wire
 from phasesync.core.fence import (
@@ -219,7 +219,7 @@ class _Peer(asyncio.Protocol):
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast("asyncio.Transport", transport)  # Of asyncio or uvloop.
         self._transport = transport
         keep_alive(transport.get_extra_info("socket"))
         self._coordinator.joined(self)

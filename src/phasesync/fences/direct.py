@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from struct import Struct
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from phasesync.core.fence_keys import (
     Add,
@@ -232,7 +232,7 @@ class DirectLine(asyncio.Protocol):
             raise
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast("asyncio.Transport", transport)  # Of asyncio or uvloop.
         self._transport = transport
         if self._job is not None:
             self._go(None)

@@ -7,7 +7,7 @@ itself. That is so at once when the connection closes, and after a moment when n
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from phasesync.core import wire
 from phasesync.core.fence_gather import Word, head_of, word_of
@@ -97,7 +97,7 @@ class Follower(asyncio.Protocol):
             let_go(self._transport.get_extra_info("socket"))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast("asyncio.Transport", transport)  # Of asyncio or uvloop.
         _, secret = door_of(self.leader.door)
         hello = wire.encode(["hello", *self._rank, *self._run])
         transport.write(greeting(secret) + frame(hello))

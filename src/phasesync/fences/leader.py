@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Mapping, Set
 from functools import partial
 from struct import Struct
-from typing import Any
+from typing import Any, cast
 
 from phasesync.core import wire
 from phasesync.core.fence import decode_arrivals, ranks_from_json
@@ -297,7 +297,7 @@ class _Guest(asyncio.Protocol):
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast("asyncio.Transport", transport)  # Of asyncio or uvloop.
         self._transport = transport
         self._leader.joined(self)
         loop = asyncio.get_running_loop()

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from phasesync.core import wire
 from phasesync.core.fence import cancelled, cause_to_json, encode_arrival, ranks_from_json
@@ -101,7 +101,7 @@ class TcpFences(asyncio.Protocol):
         self._probe = probe
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast("asyncio.Transport", transport)  # Of asyncio or uvloop.
         keep_alive(transport.get_extra_info("socket"))
         self._transport = transport
 
