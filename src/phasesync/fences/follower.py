@@ -5,6 +5,7 @@ itself. That is so at once when the connection closes, and after a moment when n
 """
 
 import asyncio
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeAlias, cast
@@ -137,11 +138,18 @@ class Follower(asyncio.Protocol):
 
     async def _connect(self) -> None:
         path, _ = door_of(self.leader.door)
+        loop = asyncio.get_running_loop()
+        # A socket of our own: uvloop connects by itself to paths of the file system only.
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             async with asyncio.timeout(CONNECT_S):
-                await asyncio.get_running_loop().create_unix_connection(lambda: self, path)
+                await loop.sock_connect(end, path)
+                await loop.create_unix_connection(lambda: self, sock=end)
         except (OSError, TimeoutError):
             self._end()
+        finally:
+            if self._transport is None:
+                end.close()
 
     def _connected(self, connecting: "asyncio.Task[None]") -> None:
         """A task that is cancelled before its first turn has run none of its own lines."""
