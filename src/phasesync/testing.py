@@ -181,6 +181,8 @@ async def does_not_open_before_the_last(world: FenceWorld) -> None:
         _expect(await _missing_becomes(world, call, (last,)), "`missing` does not name the last")
         waiting.append(group.create_task(world.arrive(last, call)))
     _expect(all(isinstance(task.result(), Opened) for task in waiting), "it did not open")
+    missing = await world.ends[last].missing(call)
+    _expect(missing == (), f"`missing` names {missing} at a fence to which all have come")
 
 
 async def carries_payloads_to_all(world: FenceWorld) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from phasesync.fences.lines import Lines, nothing
 from phasesync.fences.store import StoreFences
 from phasesync.testing import FenceWorld
 from tests.core.test_fence_steps import DictStore
-from tests.fences.test_conformance import STORES
+from tests.fences.test_conformance import STORES, tcp_store
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,30 @@ def test_which_stores_need_threads(name: str, threads: int, tmp_path: Path) -> N
         assert len(lines) >= threads if threads else not lines, lines
         if hasattr(store, "list_keys"):
             assert not [key for key in store.list_keys() if "ps/" in key]
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("prefixes", [("a", "b/c"), ("/a/",), ("",), ("//é", "")])
+def test_no_thread_is_needed_whatever_the_prefixes_are(prefixes: tuple[str, ...]) -> None:
+    """One that begins with a slash, or is empty, is part of a key all the same."""
+
+    async def check() -> None:
+        dist: Any = import_module("torch.distributed")
+        base = store = tcp_store()
+        for prefix in prefixes:
+            store = dist.PrefixStore(prefix, store)
+
+        def make(run: str, rank: Rank, incarnation: int) -> StoreFences:
+            return StoreFences(store, rank=rank, run=run, incarnation=incarnation)
+
+        world = FenceWorld(make, 2, run="né/w ~1")
+        await world.open()
+        assert [each._lines.are_direct for each in world.ends.values()] == [True, True]  # type: ignore[attr-defined]
+        got = await world.all_arrive(world.call(0))
+        assert all(isinstance(each, Opened) for each in got)
+        await world.close()
+        assert not [key for key in base.list_keys() if "ps/" in key]
 
     asyncio.run(check())
 

@@ -1,22 +1,25 @@
 """What the store transport promises beyond the promises of all transports."""
 
 import asyncio
+import errno
 import os
 import threading
 import time
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from phasesync.core.fence_keys import Delete, Get, Put
-from phasesync.core.model import Opened, Rank, RoleName, RootCause
+from phasesync.core.fence_loss import neighbours
+from phasesync.core.model import Broken, Opened, Rank, RoleName, RootCause
 from phasesync.errors import PlanError, StaleArrival, StoreLost
 from phasesync.fences.base import FenceTransport
 from phasesync.fences.lines import Client
-from phasesync.fences.neighbours import Neighbours, host_id, started_at
+from phasesync.fences.neighbours import Neighbours, host_id, started_at, state_of
 from phasesync.fences.store import StoreFences, StoreObserver, default_store
-from phasesync.testing import FenceWorld, arrives
+from phasesync.testing import FenceWorld, arrives, failure_of
 
 T0 = Rank(RoleName("trainer"), 0)
 
@@ -190,6 +193,61 @@ def test_a_closed_endpoint_says_so(store: Any) -> None:
     asyncio.run(run())
 
 
+def test_an_endpoint_is_connected_once_and_first(store: Any) -> None:
+    """That it was not is no word of the fence; and a second time would leave the first one open."""
+
+    async def run() -> None:
+        world = world_over(store, 1)
+        endpoint = world.ends[T0] = world.make(world.run, T0, 0)
+        with pytest.raises(StoreLost, match=r"connect\(\) was not called"):
+            await endpoint.arrive(world.call(), arrives(world.call(), T0))
+        await endpoint.connect()
+        with pytest.raises(PlanError, match="make others to connect anew"):
+            await endpoint.connect()
+        assert isinstance(await world.arrive(T0, world.call()), Opened)
+        await world.close()
+
+    asyncio.run(run())
+    assert keys(store) == []
+
+
+def test_a_host_may_have_any_name(store: Any) -> None:
+    async def run() -> None:
+        ends = [
+            StoreFences(store, rank=Rank(T0.role, n), run="names", host=f"node {n} / é")
+            for n in range(2)
+        ]
+        for end in ends:
+            await end.connect()
+        here, near = await ends[0]._lines.ask(neighbours(ends[0]._space, "node 0 / é"))
+        assert ([each.rank for each in here], [each.rank for each in near]) == (
+            [ends[0].rank],
+            [ends[1].rank],
+        )
+        await asyncio.gather(*(end.close() for end in ends))
+
+    asyncio.run(run())
+    assert keys(store) == []
+
+
+def test_nothing_is_kept_of_a_fence_at_which_somebody_failed(store: Any) -> None:
+    async def run() -> None:
+        world = world_over(store, 1)
+        await world.open()
+        end = world.ends[T0]
+        assert isinstance(end, StoreFences)
+        for generation in range(3):
+            call = world.call(generation)
+            watch = asyncio.ensure_future(end.watch(call)) if generation else None
+            await asyncio.sleep(0)
+            await end.fail(call, arrives(call, T0, cause=failure_of(T0)))
+            assert watch is None or isinstance(await watch, Broken)
+        assert end._slots.calls() == []
+        await world.close()
+
+    asyncio.run(run())
+
+
 def test_a_full_default_executor_holds_nobody_up(store: Any) -> None:
     release = threading.Event()
 
@@ -321,3 +379,27 @@ def test_the_kernel_tells_of_a_process_that_ends() -> None:
 
     assert asyncio.run(run())[-1] == "sleeper"
     assert host_id()
+
+
+def test_who_cannot_be_watched_is_not_called_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox may forbid it, and a process may have no files left."""
+
+    def refuses(_: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def run() -> None:
+        told: list[Any] = []
+        started = started_at(os.getpid())
+        assert started is not None
+        neighbours = Neighbours(lambda *who: told.append(who))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pidfd_open", refuses)
+            neighbours.watch("me", os.getpid(), started)
+        assert told == []
+        neighbours.close()
+
+    asyncio.run(run())
+    unreadable = Path("/proc") / "self" / "mem"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda *_, **__: unreadable.read_bytes())
+        assert state_of(os.getpid()) == "not seen from here"

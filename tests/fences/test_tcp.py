@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from phasesync.core.fence_messages import GREETING_BYTES, frame, greeting
-from phasesync.core.model import Rank, RoleName
+from phasesync.core import wire
+from phasesync.core.fence_messages import GREETING_BYTES, Answer, frame, greeting
+from phasesync.core.model import Opened, Rank, RoleName
 from phasesync.errors import FenceBroken, PlanError, StoreLost
 from phasesync.fences.tcp import TcpCoordinator, TcpFences
 from phasesync.testing import FenceWorld, arrives, failure_of
@@ -172,6 +173,38 @@ def test_a_fence_of_another_attempt_is_refused() -> None:
             await endpoint.close()
 
     asyncio.run(arrive())
+
+
+def test_more_patience_for_a_wait_that_was_given_up_disturbs_nobody() -> None:
+    """The coordinator grants it just while the rank's cancellation is on its way."""
+
+    async def check() -> None:
+        async with coordinator() as server:
+
+            def make(run: str, rank: Rank, incarnation: int) -> TcpFences:
+                return TcpFences(server.address, rank=rank, run=run, token="secret")
+
+            world = FenceWorld(make, 2)
+            await world.open()
+            for peer in server._peers:
+                peer._send(Answer(7, None, True, False, None), wire.encode(["wait", 1.0]))
+            got = await world.all_arrive(world.call(0))
+            assert all(isinstance(each, Opened) for each in got), got
+            await world.close()
+
+    asyncio.run(check())
+
+
+def test_an_endpoint_is_connected_once() -> None:
+    async def check() -> None:
+        async with coordinator() as server:
+            endpoint = TcpFences(server.address, rank=T0, run="r", token="secret")
+            await endpoint.connect()
+            with pytest.raises(PlanError, match="make others to connect anew"):
+                await endpoint.connect()
+            await endpoint.close()
+
+    asyncio.run(check())
 
 
 @pytest.mark.parametrize("size", [8, 64])

@@ -197,7 +197,7 @@ def neighbours(space: Space, host: str) -> Steps:
     """The processes that have announced themselves: of this host, and of the hosts before and
     after it in a ring of all."""
     here = Process.lines((yield Read(space.pids(host))))
-    hosts = sorted(set(((yield Read(space.hosts)) or b"").decode().split()))
+    hosts = sorted(set(((yield Read(space.hosts)) or b"").decode().splitlines()))
     near: list[Process] = []
     if host in hosts:
         at = hosts.index(host)
@@ -268,7 +268,7 @@ def sweeping(space: Space) -> Steps:
     for digest in lists:
         text = yield Read(space.members(digest))
         ranks.update(ranks_from_json(wire.decode(text or b"[]")))
-    hosts = sorted(set(((yield Read(space.hosts)) or b"").decode().split()))
+    hosts = sorted(set(((yield Read(space.hosts)) or b"").decode().splitlines()))
     for host in hosts:  # Who has come and not been at a fence yet is here all the same.
         ranks.update(line.rank for line in Process.lines((yield Read(space.pids(host)))))
     gone = {line.rank for line in left} | {line.rank for line in lost}

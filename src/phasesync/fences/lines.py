@@ -511,8 +511,14 @@ def _lay_out(store: "Store", key: str, nonce: bytes) -> tuple[Client, Way | None
     address, prefix = client.address, "/"
     base = _base_of(store)
     if base is not store:
-        full = [name for name in base.list_keys() if name.endswith(key)]
-        prefix = f"/{full[0].removesuffix(key).lstrip('/')}" if len(full) == 1 else ""
+        beside = f"{key}/base"
+        base.set(beside, nonce)
+        names = base.list_keys()
+        base.delete_key(beside)
+        full = [name.removesuffix(key) for name in names if name.endswith(key)]
+        plain = [name.removesuffix(beside) for name in names if name.endswith(beside)]
+        found = len(full) == len(plain) == 1
+        prefix = f"/{full[0].removeprefix(plain[0])}" if found else ""
     return client, Way(*address, prefix) if address and prefix else None
 
 

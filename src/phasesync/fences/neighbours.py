@@ -5,12 +5,15 @@ as far as one process namespace: `host_id` says which processes can see each oth
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
 __all__ = ("Neighbours", "host_id", "started_at", "state_of")
+
+log = logging.getLogger(__name__)
 
 
 def host_id() -> str:
@@ -40,8 +43,10 @@ def state_of(pid: int) -> str:
     """`alive`, `stopped` (by a signal or a debugger) or `dead`."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return "dead"
+    except OSError:
+        return "not seen from here"
     return STATES.get(stat.rsplit(")", 1)[1].split()[0], "alive")
 
 
@@ -59,9 +64,14 @@ class Neighbours:
             return
         try:
             fd = os.pidfd_open(pid)
-        except OSError:
+        except ProcessLookupError:
             self._watched[who] = -1
             self._gone(who, pid)
+            return
+        except OSError as error:
+            # A sandbox may forbid it, or there are no files left: that says nothing of the process.
+            self._watched[who] = -1
+            log.warning("process %d of %s cannot be watched from here: %s", pid, who, error)
             return
         self._watched[who] = fd
         asyncio.get_running_loop().add_reader(fd, self._ended, who, pid)

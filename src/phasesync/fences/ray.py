@@ -21,7 +21,7 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from phasesync.core.model import Arrival, Broken, FenceCall, Opened, Rank, RootCause
-from phasesync.errors import RankLost, StoreLost
+from phasesync.errors import PlanError, RankLost, StoreLost
 from phasesync.fences.base import Probe
 from phasesync.fences.driver import CANCEL_S, Joined, cause_of, in_thread, join
 from phasesync.fences.tcp import TcpCoordinator, TcpFences
@@ -139,6 +139,8 @@ class RayFences:
         return self._inner.boot if self._inner else None
 
     async def connect(self) -> None:
+        if self._inner is not None:
+            raise PlanError(f"the fences of {self.rank} are connected: make others to connect anew")
         try:
             async with asyncio.timeout(CONNECT_S):
                 address, token = await self._find()

@@ -88,6 +88,11 @@ class Slots:
     def drop(self, key: FenceKey) -> None:
         self._slots.pop(key, None)
 
+    def let_be(self, slot: Slot) -> None:
+        """Drop a slot that nobody waits at."""
+        if not slot.watched and not slot.hearers:
+            self.drop(slot.call.key)
+
     def calls(self) -> list[FenceCall]:
         """The fences that somebody waits at."""
         return [slot.call for slot in self._slots.values()]

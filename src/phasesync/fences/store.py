@@ -158,6 +158,8 @@ class StoreFences:
         return StoreObserver(store, run=run, attempt=attempt, token=token)
 
     async def connect(self) -> None:
+        if self.boot is not None:
+            raise PlanError(f"the fences of {self.rank} are connected: make others to connect anew")
         await self._lines.straighten()
         nonce = secrets.token_hex(8)
         steps = connecting(self._space, self.rank, self._incarnation, nonce=nonce)
@@ -202,10 +204,13 @@ class StoreFences:
         return self._pass(call, scope, passed)
 
     async def fail(self, call: FenceCall, arrival: Arrival) -> Broken | Opened:
-        self._come_to(call)
+        slot, _, _ = self._come_to(call)
         # As long as those who wait there do: who gives the store up before knows another cause.
         within_s = max(ANSWER_S, call.deadline_s + GRACE_S)
-        verdict = await self._lines.ask(failing(self._space, call, arrival), within_s)
+        try:
+            verdict = await self._lines.ask(failing(self._space, call, arrival), within_s)
+        finally:
+            self._slots.let_be(slot)
         if verdict.spares(call):
             return _named(call, await self.fail(beside(call), arrival))
         answer = self._heard(call, verdict)
@@ -327,6 +332,8 @@ class StoreFences:
             )
         if self._lines.lost is not None:
             raise self._lines.lost
+        if self.boot is None:
+            raise StoreLost("connect() was not called")
 
     def _come_to(self, call: FenceCall) -> tuple[Slot, Scope, bool]:
         """The slot of a fence, its scope, and whether it must be said anew that this rank may wait

@@ -79,6 +79,8 @@ class TcpFences(asyncio.Protocol):
         return cls(address, rank=None, run=run, attempt=attempt, token=token)
 
     async def connect(self) -> None:
+        if self._transport is not None:
+            raise PlanError(f"the fences of {self.rank} are connected: make others to connect anew")
         loop = asyncio.get_running_loop()
         self._lost = None
         host, port = self._address
@@ -118,8 +120,10 @@ class TcpFences(asyncio.Protocol):
         try:
             for body in self._framer.feed(data):
                 answer = Answer.decode(body)
-                if type(answer.said) is list and answer.said[0] == "wait":
-                    self._guards[answer.request].extend(answer.said[1] + GRACE_S)
+                if type(answer.said) is list and answer.said[:1] == ["wait"]:
+                    guard = self._guards.get(answer.request)
+                    if guard is not None:  # Else the wait was given up meanwhile.
+                        guard.extend(answer.said[1] + GRACE_S)
                     continue
                 waiting = self._waiting.pop(answer.request, None)
                 if waiting is not None and not waiting.done():

@@ -84,7 +84,7 @@ class TcpPulse:
                     self._heard(end, Answer.decode(body).said)
 
     def _heard(self, end: socket.socket, said: Any) -> None:
-        if type(said) is list and said[0] == "ask" and self._probe.asked(Ask(*said[1:])):
+        if type(said) is list and said[:1] == ["ask"] and self._probe.asked(Ask(*said[1:])):
             self._say(end)
 
     def _say(self, end: socket.socket) -> None:
