@@ -61,7 +61,7 @@ CHECK = [
     ("basic --mutate --without-fence memory_released", "--mutate does not heed --without-fence"),
     ("basic --mutate --html x.html", "--mutate does not heed --html"),
     ("basic --mutate --export promela", "--mutate does not heed --export"),
-    ("basic --bogus", "No such option '--bogus'"),
+    ("basic --bogus", "No such option"),
 ]
 
 SIMULATE = [

@@ -76,12 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = cli.main(arguments, prog_name="phasesync", standalone_mode=False)
         sys.stdout.flush()
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
-        code = USAGE
     except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else "phasesync"
-        code = _complain(f"{error.format_message()} (see: {command} --help)")
+        code = _misused(error)
     except click.ClickException as error:
         code = _complain(error.format_message())
     except ProtocolError as error:
@@ -98,6 +94,15 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = OK
     raise SystemExit(code or OK)
+
+
+def _misused(error: click.UsageError) -> int:
+    """A command without arguments is answered with its help, as click 8.2 asks for."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        click.echo(error.format_message())
+        return USAGE
+    command = error.ctx.command_path if error.ctx else "phasesync"
+    return _complain(f"{error.format_message()} (see: {command} --help)")
 
 
 def _complain(text: str, prefix: str = "phasesync: ") -> int:
