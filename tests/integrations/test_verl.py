@@ -3,6 +3,8 @@
 import asyncio
 import inspect
 import json
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from phasesync.errors import EpochFailed, PlanError
+from phasesync.integrations.verl.observer import Observer
 from phasesync.integrations.verl.place import options_of, replicas
 from phasesync.integrations.verl.probe import worker_class
 from phasesync.integrations.verl.settings import Settings
@@ -98,6 +101,90 @@ def test_segments_are_expandable_again_on_every_way_out(
     with pytest.raises((EpochFailed, asyncio.CancelledError)):
         asyncio.run(made.update_weights(1))
     assert found.segments == [False, True]
+
+
+BREAK: dict[str, Callable[[Any, Path, pytest.MonkeyPatch], object]] = {
+    "runs is a file": lambda made, runs, patch: runs.write_text(""),
+    "a limit that is no number": lambda made, runs, patch: patch.setenv(
+        "PHASESYNC_KEEP_EPOCHS", "all"
+    ),
+    "a protocol file that is none": lambda made, runs, patch: patch.setattr(
+        "phasesync.integrations.verl.observer._PROTOCOL", "no/such.yaml"
+    ),
+    "a rollout of another shape": lambda made, runs, patch: delattr(made.rollout, "release"),
+    "a device that cannot be asked": lambda made, runs, patch: patch.setattr(
+        "phasesync.integrations.verl.place.TorchDevice.free_bytes", lambda self: 1 / 0
+    ),
+    "no place to meet": lambda made, runs, patch: setattr(made, "world_size", 2),
+    "an engine without a flag": lambda made, runs, patch: delattr(
+        made.actor.engine, "is_param_offload_enabled"
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BREAK)
+@pytest.mark.filterwarnings("error")
+def test_whatever_is_wrong_with_phasesync_observe_lets_verl_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Even where warnings are errors; twice, since what is blind stays so."""
+    runs = tmp_path / "runs"
+    _, cls = installed(runs, mode="observe")
+    made, _ = worker(cls, "plain")
+    BREAK[broken](made, runs, monkeypatch)
+    for step in (1, 2):
+        asyncio.run(made.update_weights(step))
+        assert made.stock_ran == (step, "naive")
+
+
+@pytest.mark.parametrize("full_after", range(12))
+def test_a_disk_that_fills_up_does_not_reach_the_observed(tmp_path: Path, full_after: int) -> None:
+    """`full_after` lines are written, and not one more."""
+    _, cls = installed(tmp_path, mode="observe")
+    made, _ = worker(cls, "plain")
+    kept = made._phasesync = Observer(made, stock_body, module(), settings_of(tmp_path))
+    notes = kept._open()
+    kept._notes = notes
+    left = iter(range(full_after))
+
+    def write(*_: Any, **__: Any) -> None:
+        if next(left, None) is None:
+            raise OSError(28, "No space left on device")
+
+    notes._journal.write = write  # type: ignore[method-assign,assignment]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert asyncio.run(made.update_weights(1)) == "stock"
+
+
+async def stock_body(self: Any, **_: Any) -> str:
+    """A body that makes the calls which are watched."""
+    await self.rollout.resume(tags=["weights"])
+    self.actor.engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
+    await self.rollout.update_weights(iter(()), base_sync_done=True)
+    self.actor.engine.to("cpu", model=True)
+    await self.rollout.resume(tags=["kv_cache"])
+    return "stock"
+
+
+def settings_of(runs: Path) -> Settings:
+    return Settings.make(mode="observe", runs=str(runs), run="job")
+
+
+def test_observe_makes_no_place_to_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of 2 would wait for rank 0 there; the run is named after the place."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    found = module()
+    cls: Any = worker_class(found)
+    settings = Settings.make(mode="observe", runs=str(tmp_path))
+    cls.update_weights = worker_body(cls.update_weights, found, settings)
+    made, _ = worker(cls, "plain")
+    made.rank, made.world_size = 1, 2
+    asyncio.run(asyncio.wait_for(made.update_weights(1), 20))
+    assert made.stock_ran == (1, "naive")
+    assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["trainer-1.0.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["verl-127.0.0.1-1"]
 
 
 def test_releases_that_do_not_fit_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

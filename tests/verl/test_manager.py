@@ -1,5 +1,6 @@
 """The disaggregated path: verl's own `CheckpointEngineManager` over Ray actors."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import ray
 from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngineRegistry
 
-from phasesync.errors import EpochFailed
+from phasesync.errors import EpochFailed, PlanError
 from phasesync.integrations import verl as integration
 from tests.verl.checkpoint_worker import CheckpointWorker
 from tests.verl.table import row
@@ -44,9 +45,9 @@ class Senders:
 
     world_size = 1
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log: list[str], worker: Any = None) -> None:
         self._log = log
-        self._worker = WORKER.remote()
+        self._worker = WORKER.remote() if worker is None else worker
 
     def update_weights(self, **named: Any) -> list[Any]:
         self._log.append("update_weights")
@@ -152,3 +153,165 @@ def test_a_failure_leaves_no_replica_without_kv(mode: str, fails_in: str, genera
 
 
 _rows: dict[str, str] = {}
+
+
+# --- A fleet of several, of which one fails -----------------------------------------------------
+
+
+class Late:
+    """A replica that takes its time, knows what it has, and fails where and as often as told."""
+
+    def __init__(self, number: int, worker: Any, fails: dict[str, int], log: list[str]) -> None:
+        self._name, self._fails, self._log = f"replica {number}", fails, log
+        self.has_kv = self.generates = True
+        self.workers = [worker]
+
+    def __str__(self) -> str:
+        kv = "kv" if self.has_kv else "no kv"
+        return f"{kv}, {'generates' if self.generates else 'closed'}"
+
+    async def abort_all_requests(self, **_: Any) -> None:
+        await self._do("abort_all_requests")
+        self.generates = False
+
+    async def release_kv_cache(self) -> None:
+        await self._do("release_kv_cache", 0.2)
+        self.has_kv = False
+
+    async def resume_kv_cache(self) -> None:
+        # SGLang's scheduler dies of a tag that is resumed twice.
+        twice = self.has_kv and "release_kv_cache" not in self._fails
+        await self._do("resume_kv_cache")
+        assert not twice, f"{self._name} has its KV"
+        self.has_kv = True
+
+    async def resume_generation(self) -> None:
+        await self._do("resume_generation")
+        self.generates = True
+
+    async def _do(self, what: str, takes_s: float = 0.0) -> None:
+        self._log.append(f"{self._name}: {what}")
+        if self._fails.get(what):
+            self._fails[what] -= 1
+            raise RuntimeError(f"injected in {what}")
+        await asyncio.sleep(takes_s)
+
+
+@pytest.fixture(scope="module")
+def workers(_ray: None) -> list[Any]:
+    """Three workers of replicas and one of the trainers, for all that follow."""
+    return [WORKER.remote() for _ in range(4)]
+
+
+OFTEN = 99
+WELL = ["kv, generates"] * 3
+CLOSED = ["kv, closed"] * 3
+#: Who fails where and how often; what each replica is after it, and after the sync that follows.
+FAULTS: dict[str, tuple[dict[str, dict[str, int]], list[str], list[str], str]] = {
+    "abort": ({"r0": {"abort_all_requests": 1}}, WELL, WELL, ""),
+    "release": ({"r0": {"release_kv_cache": 1}}, WELL, WELL, ""),
+    "prepare": ({"w1": {"prepare": 1}}, WELL, WELL, ""),
+    "transfer": ({"w1": {"update_weights": 1}}, CLOSED, WELL, ""),
+    "transfer, and one worker keeps its buffers": (
+        {"sender": {"update_weights": 1}, "w1": {"finalize": 2}},
+        CLOSED,
+        WELL,
+        "workers that did not let go of the transfer's buffers: 1, RuntimeError",
+    ),
+    "finalize": ({"w1": {"finalize": 1}}, WELL, WELL, ""),
+    "resume_kv": ({"r1": {"resume_kv_cache": 1}}, WELL, WELL, ""),
+    "resume_kv, and again in the recovery": (
+        {"r0": {"resume_kv_cache": 3}},
+        ["no kv, closed", "kv, generates", "kv, generates"],
+        WELL,
+        "replica 0 could not be put back: RuntimeError: injected in resume_kv_cache",
+    ),
+    "resume_generation": ({"r1": {"resume_generation": 1}}, WELL, WELL, ""),
+    "prepare, and generation for ever": (
+        {"w1": {"prepare": 1}, "r0": {"resume_generation": OFTEN}},
+        ["kv, closed", "kv, generates", "kv, generates"],
+        ["kv, closed", "kv, generates", "kv, generates"],
+        "replica 0 could not be put back: RuntimeError: injected in resume_generation",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_that_fails_keeps_no_other_replica_from_its_kv(
+    fault: str, workers: list[Any], tmp_path: Path
+) -> None:
+    fails, after, later, lacking = FAULTS[fault]
+    names = ("w0", "w1", "w2", "sender")
+    ray.get(
+        [each.fail.remote(fails.get(name, {})) for name, each in zip(names, workers, strict=True)]
+    )
+    log: list[str] = []
+    replicas = [Late(at, workers[at], fails.get(f"r{at}", {}).copy(), log) for at in range(3)]
+    integration.install("enforce", runs=str(tmp_path), run="job")
+    try:
+        managed = CheckpointEngineManager(Config(), Senders([], workers[3]), replicas)
+
+        async def both() -> None:
+            with pytest.raises(EpochFailed, match="injected in") as caught:
+                await managed.update_weights(1)
+            assert [str(replica) for replica in replicas] == after
+            assert "".join(getattr(caught.value, "__notes__", [])).startswith(lacking)
+            assert caught.value.can_retry is not bool(lacking)
+            await asyncio.sleep(0.3)
+            assert [str(replica) for replica in replicas] == after, "nothing goes on behind"
+            for replica in replicas:  # What could not be put back has been mended.
+                replica.has_kv = True
+            if OFTEN in [count for each in fails.values() for count in each.values()]:
+                with pytest.raises(EpochFailed, match="injected in"):
+                    await managed.update_weights(2)
+            else:
+                await managed.update_weights(2)
+
+        asyncio.run(both())
+    finally:
+        integration.uninstall()
+    assert [str(replica) for replica in replicas] == later
+
+
+def test_what_a_dead_worker_held_died_with_it(workers: list[Any], tmp_path: Path) -> None:
+    ray.get([each.fail.remote({}) for each in workers])
+    dead = WORKER.remote()
+    replicas = [Late(at, (workers[0], dead)[at], {}, []) for at in range(2)]
+    integration.install("enforce", runs=str(tmp_path), run="job")
+    try:
+        managed = CheckpointEngineManager(Config(), Senders([], workers[3]), replicas)
+        ray.get(dead.die_in.remote("update_weights"))
+
+        async def one() -> None:
+            with pytest.raises(EpochFailed, match="'transfer'") as caught:
+                await managed.update_weights(1)
+            assert caught.value.can_retry
+
+        asyncio.run(one())
+    finally:
+        integration.uninstall()
+    assert [str(replica) for replica in replicas] == CLOSED[:2]
+
+
+@pytest.mark.parametrize("chosen", ["stop", "stock"])
+def test_a_driver_that_cannot_start_asks_no_replica(
+    chosen: str, workers: list[Any], tmp_path: Path
+) -> None:
+    ray.get([each.fail.remote({}) for each in workers])
+    log: list[str] = []
+    replica = Late(0, workers[0], {}, log)
+    integration.install(
+        "enforce", runs=str(tmp_path), run="a/b", fsync="none", on_start_failure=chosen
+    )
+    try:
+        managed = CheckpointEngineManager(Config(), Senders([], workers[3]), [replica])
+        if chosen == "stop":
+            with pytest.raises(PlanError, match="cannot name a folder"):
+                managed.update_weights(1)
+            assert not log
+        else:
+            with pytest.warns(RuntimeWarning, match="does not start .*own update_weights"):
+                managed.update_weights(1)
+            assert str(replica) == WELL[0]
+    finally:
+        integration.uninstall()

@@ -12,6 +12,7 @@ from verl.single_controller.base.decorator import MAGIC_ATTR
 from verl.utils.import_utils import import_external_libs
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
+from phasesync.errors import PlanError
 from phasesync.integrations import verl as integration
 from tests.verl.rank import Job
 from tests.verl.run import run
@@ -70,6 +71,25 @@ def test_an_environment_variable_is_enough() -> None:
     ).stdout.split()
     assert said[-2] == "observe"
     assert "phasesync" in said[-1]
+
+
+@pytest.mark.parametrize(("mode", "chosen"), [("observe", "stop"), ("enforce", "stock")])
+def test_a_verl_that_does_not_fit_is_left_alone_where_the_job_is_to_go_on(
+    mode: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def update_weights(self: object, global_steps: int | None = None) -> None:
+        """As another release may have it."""
+
+    monkeypatch.setattr(ActorRolloutRefWorker, "update_weights", update_weights)
+    with pytest.raises(PlanError, match=r"takes \(self, global_steps\), not"):
+        integration.install()
+    assert integration.installed() == "off"
+    stock = CheckpointEngineManager.update_weights
+    with pytest.warns(RuntimeWarning, match="does not start .*verl's own update_weights runs"):
+        integration.install(mode, on_start_failure=chosen)
+    assert ActorRolloutRefWorker.update_weights is update_weights
+    integration.uninstall()
+    assert CheckpointEngineManager.update_weights is stock
 
 
 def test_a_job_that_cannot_start_stops_before_it_touches_memory(tmp_path: Path) -> None:

@@ -2,24 +2,38 @@
 
 verl's own body runs its steps in order and nothing else: a transfer that fails leaves every replica
 aborted, gated and without KV. What must survive edits: the calls and their order are verl's, every
-replica has its KV again after a failure, and generation is resumed only on whole weights.
+replica that can have its KV again has it after a failure, however many others fail to, none is
+asked for what it has already (SGLang's scheduler dies of that), nothing is put back while a replica
+is still at what failed, and generation is resumed only on whole weights.
 """
 
+import asyncio
 import inspect
-from collections.abc import Callable
+import os
+import warnings
+from collections.abc import Callable, Iterable
 from functools import wraps
 from itertools import count
 from types import ModuleType
 from typing import Any
 
+from phasesync.errors import EngineError, EpochFailed
 from phasesync.integrations.verl.place import run_name
 from phasesync.integrations.verl.settings import Settings
 from phasesync.runtime import RankRunner
+from phasesync.runtime.calls import in_thread
 
 __all__ = ("PROTOCOL", "Disaggregated", "manager_body")
 
 PROTOCOL = "disagg_broadcast"
-STOPPED_WITHIN_S = 60.0  # After one worker failed, the others have so long to end their part.
+STOPPED_WITHIN_S = 60.0  # After one has failed, the others have so long to end their part.
+#: The manager's steps over all replicas, and what each replica is asked to do.
+_REPLICAS = {
+    "abort_replicas": "abort_all_requests",
+    "release_kv_cache_replicas": "release_kv_cache",
+    "resume_kv_cache_replicas": "resume_kv_cache",
+    "resume_generation_replicas": "resume_generation",
+}
 _KEPT = "_phasesync"
 _MANAGERS = count(1)  # A driver may have several managers; each has a run of its own.
 
@@ -36,7 +50,10 @@ def manager_body(stock: Any, module: ModuleType, settings: Settings) -> Any:
         if kept is None:
             kept = Disaggregated(self, module, settings)
             setattr(self, _KEPT, kept)
-        return await kept.update_weights(global_steps)
+        if await kept.is_ready():
+            return await kept.update_weights(global_steps)
+        answer = stock(self, global_steps=global_steps)
+        return await answer if inspect.isawaitable(answer) else answer
 
     body = module.auto_await(update_weights)
     body.__signature__ = inspect.signature(stock)
@@ -44,41 +61,91 @@ def manager_body(stock: Any, module: ModuleType, settings: Settings) -> Any:
 
 
 class Disaggregated:
-    """One manager's syncs. After a failure its next call recovers nothing more: that is done."""
+    """One manager's syncs. What a failure left is put back at once, not at the next call."""
 
     def __init__(self, manager: Any, module: ModuleType, settings: Settings) -> None:
         self._manager = manager
         self._module = module
         self._settings = settings
         self._runner: RankRunner | None = None
+        self._run = ""
+        self._runners = 0
+        self._gave_up = False
         self._global_steps: Any = None
         self._rollout: Any = None
         self._metrics: dict[str, Any] = {}
-        self._begun: list[str] = []
+        self._begun: set[str] = set()
+        self._ended: set[str] = set()
+        self._replicas: list[Any] = []
+        self._did: dict[str, set[int]] = {}
+        self._lacking = ""
+
+    async def is_ready(self) -> bool:
+        """Whether a runner is there; False where the user chose verl's own body for that case.
+
+        Raises:
+            PhasesyncError: phasesync itself cannot start; no replica was asked for anything.
+        """
+        if self._runner is None and not self._gave_up:
+            try:
+                self._runner = await self._started()
+            except Exception as error:
+                if not self._settings.spares_the_job:
+                    raise
+                self._gave_up = True
+                why = f"phasesync does not start ({error}); verl's own update_weights runs instead"
+                warnings.warn(why, RuntimeWarning, stacklevel=2)
+        return not self._gave_up
+
+    async def _started(self) -> RankRunner:
+        self._run = self._run or f"{run_name(self._settings, None)}-driver-{next(_MANAGERS)}"
+        known = ("release_kv",)
+        runner = RankRunner(
+            PROTOCOL,
+            rank=0,
+            ranks=1,
+            actions=self._actions(),
+            options={
+                name: self._settings.options[name]
+                for name in known
+                if name in self._settings.options
+            },
+            run=self._run,
+            attempt=int(os.environ.get("PHASESYNC_ATTEMPT", "0")) + self._runners,
+            incarnation=self._runners,
+            runs=self._settings.folder,
+            fsync=self._settings.fsync,
+        )
+        await runner.start()
+        self._runners += 1
+        return runner
 
     async def update_weights(self, global_steps: Any) -> dict[str, Any]:
         """One sync; its metrics, as verl's body returns them.
 
         Raises:
             EpochFailed: a step failed. KV is back everywhere; generation is resumed if no weight
-                was touched, and stays closed if they may be partial.
+                was touched or all were sent, and stays closed if they may be partial. Where
+                `can_retry` is false a note says who could not be put back.
         """
-        if self._runner is None:
-            run = f"{run_name(self._settings, None)}-driver-{next(_MANAGERS)}"
-            runner = RankRunner(
-                PROTOCOL,
-                rank=0,
-                ranks=1,
-                actions=self._actions(),
-                run=run,
-                runs=self._settings.folder,
-                fsync=self._settings.fsync,
-            )
-            await runner.start()
-            self._runner = runner
-        self._global_steps, self._metrics, self._begun = global_steps, {}, []
-        await self._runner.run_epoch()
+        assert self._runner is not None
+        self._global_steps, self._metrics = global_steps, {}
+        self._begun, self._ended, self._did, self._lacking = set(), set(), {}, ""
+        try:
+            await self._runner.run_epoch()
+        except EpochFailed as failed:
+            if not failed.can_retry:
+                await self._forget(failed)
+                if self._lacking:
+                    failed.add_note(self._lacking)
+            raise
         return self._metrics
+
+    async def _forget(self, failed: EpochFailed) -> None:
+        """What has mended the replicas by the next call, it begins as another incarnation."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.close(failed)
 
     def _actions(self) -> dict[str, Callable[[], Any]]:
         steps = {
@@ -99,20 +166,69 @@ class Disaggregated:
         }
 
     def _noting(self, name: str, step: Callable[[], Any]) -> Callable[[], Any]:
-        """A step that is known to have begun; what blocks in Ray gets a thread from the runner."""
+        """A step that is known to have begun, and to have ended; what blocks in Ray gets a thread
+        from the runner."""
 
         async def act() -> None:
-            self._begun.append(name)
+            self._begun.add(name)
             await step()
+            self._ended.add(name)
 
         def block() -> None:
-            self._begun.append(name)
+            self._begun.add(name)
             step()
+            self._ended.add(name)
 
         return act if inspect.iscoroutinefunction(step) else block
 
+    async def _on_all(self, step: str) -> None:
+        """A step of the manager over all replicas, which ends when all are through.
+
+        verl's own ends with the first that fails: the others would go on under the recovery.
+        """
+        manager, method = self._manager, _REPLICAS[step]
+        stock = getattr(self._module.CheckpointEngineManager, step)
+        if getattr(type(manager), step) is not stock:
+            await getattr(manager, step)()
+            self._did[method] = set(range(len(self._replicas)))
+            return
+        failed = await self._on_each(method, range(len(self._replicas)))
+        for error in failed.values():
+            raise error
+
+    async def _on_each(self, method: str, which: Iterable[int]) -> dict[int, BaseException]:
+        """Ask these replicas, all at once; who failed, and how. Who is at it long after another
+        has failed is not waited for."""
+        asked = {
+            asyncio.ensure_future(getattr(self._replicas[number], method)()): number
+            for number in which
+        }
+        if not asked:
+            return {}
+        try:
+            _, open_ = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
+            if open_:
+                _, open_ = await asyncio.wait(open_, timeout=STOPPED_WITHIN_S)
+        finally:
+            late = [task for task in asked if not task.done()]
+            for task in late:
+                task.cancel()
+        failed: dict[int, BaseException] = {}
+        for task, number in asked.items():
+            if task in late:
+                failed[number] = TimeoutError(f"{method} did not end")
+            elif task.cancelled():
+                failed[number] = asyncio.CancelledError()
+            elif (error := task.exception()) is not None:
+                failed[number] = error
+            else:
+                self._did.setdefault(method, set()).add(number)
+        # The first cause first: one that timed out has most likely waited for it.
+        return dict(sorted(failed.items(), key=lambda each: isinstance(each[1], TimeoutError)))
+
     async def _pause(self) -> None:
-        await self._manager.abort_replicas()
+        self._replicas = list(self._manager.replicas)
+        await self._on_all("abort_replicas")
         module = self._module
         workers = [worker for replica in self._manager.replicas for worker in replica.workers]
         self._rollout = module.RayWorkerGroup(
@@ -121,7 +237,7 @@ class Disaggregated:
         )
 
     async def _release_kv(self) -> None:
-        await self._manager.release_kv_cache_replicas()
+        await self._on_all("release_kv_cache_replicas")
 
     def _connect(self) -> None:
         self._manager.build_process_group(self._rollout)
@@ -146,28 +262,73 @@ class Disaggregated:
             if isinstance(result, dict):
                 self._metrics.update(result)
 
-    def _finalize(self) -> None:
+    def _finalizing(self) -> list[Any]:
+        """All workers, asked to end their part; one answer each."""
         actors, rollout = self._actors(), self._rollout
-        self._module.ray.get(
-            actors.execute_checkpoint_engine(["finalize"] * actors.world_size)
-            + rollout.execute_checkpoint_engine(["finalize"] * rollout.world_size)
-        )
+        senders = actors.execute_checkpoint_engine(["finalize"] * actors.world_size)
+        return [*senders, *rollout.execute_checkpoint_engine(["finalize"] * rollout.world_size)]
+
+    def _finalize(self) -> None:
+        self._module.ray.get(self._finalizing())
 
     async def _resume_kv(self) -> None:
-        await self._manager.resume_kv_cache_replicas()
+        await self._on_all("resume_kv_cache_replicas")
 
     async def _resume_generation(self) -> None:
-        await self._manager.resume_generation_replicas()
+        await self._on_all("resume_generation_replicas")
 
     async def _serve(self) -> None:
         """Replicas serve from here on; that is nobody's call."""
 
-    def _drop_buckets(self) -> None:
-        if "connect" in self._begun:
-            self._finalize()
+    async def _drop_buckets(self) -> None:
+        """After a failure. One worker that does not let go of its buffers keeps no other replica
+        from its KV: where there is room for it the engine has it, and refuses it where not."""
+        if "connect" not in self._begun or "finalize" in self._ended:
+            return
+        if held := await in_thread(self._let_go, name="phasesync finalize"):
+            said = f"workers that did not let go of the transfer's buffers: {len(held)}, {held[0]}"
+            self._cannot([said, *await self._put_back()])
+
+    def _let_go(self) -> list[str]:
+        """Ask all workers to finalize; why some did not. What a dead one held died with it."""
+        ray = self._module.ray
+        calls = self._finalizing()
+        ended, _ = ray.wait(calls, num_returns=len(calls), timeout=STOPPED_WITHIN_S)
+        held = []
+        for call in calls:
+            if call not in ended:
+                held.append(f"no answer in {STOPPED_WITHIN_S:.0f} s")
+                continue
+            try:
+                ray.get([call])
+            except ray.exceptions.RayActorError:
+                continue
+            except Exception as error:
+                cause = getattr(error, "cause", None) or error  # Ray's own text has many lines.
+                held.append(f"{type(cause).__name__}: {cause}")
+        return held
 
     async def _restore_kv(self) -> None:
+        if left := await self._put_back():
+            self._cannot(left)
+
+    def _cannot(self, said: list[str]) -> None:
+        self._lacking = "; ".join(said)
+        raise EngineError(self._lacking)
+
+    async def _put_back(self) -> list[str]:
+        """After a failure: give each replica what it lacks, as far as it is to have it; for whom
+        that failed."""
+        everybody = set(range(len(self._replicas)))
+        bad: dict[int, BaseException] = {}
         if "release_kv" in self._begun:
-            await self._manager.resume_kv_cache_replicas()
-        if "transfer" not in self._begun:
-            await self._manager.resume_generation_replicas()
+            has = self._did.get("resume_kv_cache", set())
+            bad = await self._on_each("resume_kv_cache", sorted(everybody - has))
+        if "transfer" not in self._begun or "transfer" in self._ended:
+            serves = self._did.get("resume_generation", set())
+            lacks = sorted(everybody - serves - set(bad))
+            bad |= await self._on_each("resume_generation", lacks)
+        return [
+            f"replica {number} could not be put back: {type(error).__name__}: {error}"
+            for number, error in bad.items()
+        ]

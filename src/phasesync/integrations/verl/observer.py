@@ -3,13 +3,15 @@
 It never waits for anybody and never fails the job. The body runs on a view of the worker that
 passes everything through and notes the calls that are phases of the protocol. Fences are written
 down as the caller's own: no ticket stands behind them, so an audit judges the order by the clocks.
+What must survive edits: whatever is wrong with phasesync, its journal or its view of the worker,
+verl's body runs, once, and what it returns and raises is the answer.
 """
 
 import warnings
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from phasesync.core.model import Rank, RoleName
 from phasesync.core.plan import PLAN, Act, Plan, Step, Wait, resolve
@@ -26,6 +28,8 @@ from phasesync.runtime.agreeing import write_plan
 from phasesync.spec import load
 
 __all__ = ("Observer",)
+
+T = TypeVar("T")
 
 _PROTOCOL = "verl_stock"
 _DRIVER_JOINS = frozenset(("updated", "rollout_over", "asleep"))
@@ -44,25 +48,27 @@ class Observer:
 
     async def update_weights(self, global_steps: Any) -> Any:
         """verl's own sync; whatever it does and raises is verl's."""
-        notes = self._look()
-        if notes is None:
+        seen = self._look()
+        if seen is None:
             return await self._stock(self._worker, global_steps=global_steps, mode="naive")
-        view = _WorkerView(self._worker, notes)
+        view, notes = seen
         with notes.epoch():
             return await self._stock(view, global_steps=global_steps, mode="naive")
 
-    def _look(self) -> "_Notes | None":
-        if self._notes is None and not self._blind:
-            try:
-                self._notes = self._open()
-            except Exception as error:
-                self._blind = True
-                why = f"phasesync cannot observe ({error}); verl runs as it is"
-                warnings.warn(why, RuntimeWarning, stacklevel=2)
-        return self._notes
+    def _look(self) -> "tuple[_WorkerView, _Notes] | None":
+        """The worker as it is watched, and where it is written down; None where that cannot be."""
+        if self._blind:
+            return None
+        try:
+            notes = self._notes = self._notes or self._open()
+            return _WorkerView(self._worker, notes), notes
+        except Exception as error:
+            self._blind = True
+            _say_blind(error)
+            return None
 
     def _open(self) -> "_Notes":
-        rank, ranks, store = meeting(self._worker, self._settings)
+        rank, ranks, store = meeting(self._worker, self._settings, waits=False)
         groups = replicas(self._worker, ranks)
         protocol = load(_PROTOCOL)
         known = {option.name for option in protocol.options}
@@ -70,7 +76,7 @@ class Observer:
         options = {name: value for name, value in given.items() if name in known}
         plan = resolve(protocol, ranks, options, groups={"replica": groups})
         device = TorchDevice(self._module, rank)
-        run = run_name(self._settings, store)
+        run = run_name(self._settings, store, alone=ranks == 1)
         return _Notes(plan, rank, run, device, self._settings)
 
 
@@ -85,6 +91,7 @@ class _Notes:
         self._at = 0
         self._epoch = 0
         self._generations: dict[int, int] = {}
+        self._blind = False
         self._device = device
         self._journal = Journal(
             settings.folder,
@@ -102,38 +109,65 @@ class _Notes:
     @contextmanager
     def epoch(self) -> Iterator[None]:
         """One call of the body, and what the program around it has done since the last one."""
+        self._quietly(self._begin)
+        try:
+            yield
+        except BaseException as error:
+            said = _said(error)
+            self._quietly(lambda: self._journal.write("epoch.end", level="error", **said))
+            raise
+        self._quietly(self._is_over)
+
+    def _begin(self) -> None:
         if self._epoch:
             self._pass_by(len(self._steps))
         self._at = 0
         self._epoch += 1
         self._journal.bind(epoch=self._epoch, version=self._epoch)
         self._journal.write("epoch.begin")
-        try:
-            yield
-        except BaseException as error:
-            self._journal.write("epoch.end", level="error", **_said(error))
-            raise
+
+    def _is_over(self) -> None:
         self._pass_by(self._first_of_fence("updated"))
         self._journal.write("epoch.end")
 
     @contextmanager
     def phase(self, *names: str) -> Iterator[None]:
         """A call of the body that is one of these phases, whichever is next; or none of them."""
+        step = self._quietly(lambda: self._start(names))
+        try:
+            yield
+        except BaseException as error:
+            if step is not None:
+                said = {"phase": step.phase, **_said(error)}
+                self._quietly(lambda: self._journal.write("phase.fail", level="error", **said))
+            raise
+        if step is not None:
+            self._quietly(lambda: self._is_through(step))
+
+    def _start(self, names: Iterable[str]) -> Act | None:
         found = next((at for at in map(self._first_of, names) if self._at <= at), None)
         if found is None or found == len(self._steps):
-            yield
-            return
+            return None
         self._pass_by(found)
         step = self._steps[found]
         assert isinstance(step, Act)
         self._journal.write("phase.start", phase=step.phase)
-        try:
-            yield
-        except BaseException as error:
-            self._journal.write("phase.fail", level="error", phase=step.phase, **_said(error))
-            raise
+        return step
+
+    def _is_through(self, step: Act) -> None:
         self._end(step)
-        self._at = found + 1
+        self._at += 1
+
+    def _quietly(self, note: Callable[[], T]) -> T | None:
+        """Write something down; what goes wrong with that ends the watching, not the job."""
+        if self._blind:
+            return None
+        try:
+            return note()
+        except Exception as error:
+            self._blind = True
+            _say_blind(error)
+            return None
 
     def _first_of(self, name: str) -> int:
         names = [step.phase if isinstance(step, Act) else "" for step in self._steps]
@@ -179,6 +213,12 @@ class _Notes:
         members = self._plan.scopes[wait.scope].members
         joined = len(members) if wait.fence in _DRIVER_JOINS else None
         self._journal.write("fence.pass", joined=joined, **where)
+
+
+def _say_blind(error: Exception) -> None:
+    why = f"phasesync cannot observe ({type(error).__name__}: {error}); verl runs as it is"
+    with suppress(RuntimeWarning):  # Not even where warnings are errors.
+        warnings.warn(why, RuntimeWarning, stacklevel=3)
 
 
 def _said(error: BaseException) -> dict[str, str]:

@@ -24,11 +24,11 @@ _last_mesh: list[Any] = [None, []]  # A process has one; its object is kept with
 _UNABLE = (AttributeError, RuntimeError, NotImplementedError, AssertionError)
 
 
-def meeting(worker: Any, settings: Settings) -> tuple[int, int, Any | None]:
+def meeting(worker: Any, settings: Settings, *, waits: bool = True) -> tuple[int, int, Any | None]:
     """This worker's rank, how many ranks there are, and the store where they meet.
 
     The store is that of the chosen group, of the default one, or one made at MASTER_ADDR; alone,
-    a rank needs none.
+    a rank needs none. Making one waits for the first rank: who may not wait goes without.
     """
     import torch.distributed as dist  # noqa: PLC0415
     from torch.distributed import distributed_c10d  # noqa: PLC0415
@@ -52,7 +52,7 @@ def meeting(worker: Any, settings: Settings) -> tuple[int, int, Any | None]:
         return rank, ranks, distributed_c10d._world.pg_map[group][1]
     if ready:
         return rank, ranks, distributed_c10d._get_default_store()
-    return rank, ranks, _own_store(rank, ranks)
+    return rank, ranks, _own_store(rank, ranks) if waits else None
 
 
 def _own(worker: Any, attribute: str, variable: str) -> Any:
@@ -79,11 +79,15 @@ def _own_store(rank: int, ranks: int) -> Any:
     return make(host, int(port), ranks, is_master=rank == 0, wait_for_workers=False)
 
 
-def run_name(settings: Settings, store: Any | None) -> str:
-    """The run's name, the same on all ranks: as chosen, or what the first rank here proposes."""
+def run_name(settings: Settings, store: Any | None, *, alone: bool = True) -> str:
+    """The run's name, the same on all ranks: as chosen, or what the first rank here proposes, or,
+    where ranks do not meet, the name of the place where they would."""
     chosen = settings.run or os.environ.get("PHASESYNC_RUN")
     if chosen:
         return chosen
+    if store is None and not alone:
+        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        return f"verl-{host.replace('/', '-')}-{port}"
     mine = f"verl-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
     if store is None:
         return mine

@@ -57,7 +57,7 @@ def _class(module: ModuleType, name: str, takes: tuple[str, ...]) -> Any:
     if cls is None or method is None:
         raise _refusal(f"{module.__name__} has no {name}.update_weights")
     found = tuple(inspect.signature(method).parameters)
-    if found[: len(takes)] != takes:
+    if found != takes:
         raise _refusal(
             f"{name}.update_weights takes ({', '.join(found)}), not ({', '.join(takes)})"
         )

@@ -73,8 +73,8 @@ class Worker:
         self._gave_up = False
         self._version = 0
 
-    async def update_weights(self, global_steps: Any) -> None:
-        """One sync, as verl's driver asks for it.
+    async def update_weights(self, global_steps: Any) -> Any:
+        """One sync, as verl's driver asks for it; where verl's own body runs, what that answers.
 
         Raises:
             EpochFailed: it failed somewhere; the same root cause on every rank.
@@ -82,13 +82,12 @@ class Worker:
         await self._notice()
         if not self._gave_up and await self._ready():
             try:
-                await self._fenced(global_steps)
-                return
+                return await self._fenced(global_steps)
             except EpochFailed as failed:
                 if not await self._stays_behind(failed):
                     raise
                 self._gives_up(failed)
-        await self._stock(self._worker, global_steps=global_steps, mode="naive")
+        return await self._stock(self._worker, global_steps=global_steps, mode="naive")
 
     async def _fenced(self, global_steps: Any) -> None:
         assert self._runner is not None
