@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phasesync.core.model import Rank, RoleName
-from phasesync.errors import EpochFailed, EpochOrderError
+from phasesync.errors import EpochFailed, EpochOrderError, PlanError
 from phasesync.fences.inprocess import InProcessFences
 from phasesync.integrations.generic import Body, check_body, phase, protocol
 from phasesync.report.audit import audit_paths
@@ -149,3 +149,234 @@ def test_the_order_is_checked_without_running(tmp_path: Path) -> None:
         check_body(alone(swapped, tmp_path))
     with pytest.raises(EpochOrderError, match="no block for phase 'sync'"):
         check_body(alone(short, tmp_path))
+
+
+# --- What a user does by mistake, and otherwise ---------------------------------------------------
+
+
+async def all_blocks() -> None:
+    for name in ("sync", "offload", "empty_cache", "resume_kv"):
+        async with phase(name):
+            await asyncio.sleep(0)
+
+
+async def nested() -> None:
+    async with phase("sync"), phase("offload"):
+        pass
+
+
+async def twice() -> None:
+    async with phase("sync"):
+        pass
+    async with phase("sync"):
+        pass
+
+
+async def skipped() -> None:
+    async with phase("sync"):
+        pass
+    async with phase("empty_cache"):
+        pass
+
+
+async def left_early() -> int:
+    async with phase("sync"):
+        return 5
+
+
+async def side_by_side() -> None:
+    async def one(name: str) -> None:
+        async with phase(name):
+            await asyncio.sleep(0.01)
+
+    await asyncio.gather(one("sync"), one("offload"))
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (nested, "cannot enter 'offload' inside the block of 'sync'; blocks stand one after"),
+        (twice, "cannot enter 'sync' again; next is phase 'offload'"),
+        (skipped, "cannot enter 'empty_cache' yet; next is phase 'offload'"),
+        (left_early, "the body of trainer/0 ended before phase 'offload'"),
+        (side_by_side, "cannot enter 'offload' beside the block of 'sync'; blocks stand one"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_each_mistake_has_its_own_words(body: Any, why: str, tmp_path: Path) -> None:
+    with pytest.raises(EpochOrderError, match=why):
+        called(alone(body, tmp_path))
+
+
+def test_an_error_that_the_body_swallows_fails_the_epoch_all_the_same(tmp_path: Path) -> None:
+    async def swallows() -> None:
+        try:
+            async with phase("sync"):
+                raise ValueError("of the block")
+        except ValueError:
+            pass
+        async with phase("offload"):
+            raise AssertionError("entered")
+
+    with pytest.raises(EpochFailed, match="in phase 'sync': ValueError: of the block"):
+        called(alone(swallows, tmp_path))
+
+
+def plain() -> None:
+    """Not a coroutine function: it would have run before anybody looked."""
+
+
+async def yields() -> Any:
+    yield 1
+
+
+@pytest.mark.parametrize("body", [plain, yields, staticmethod(all_blocks)])
+def test_what_is_no_coroutine_function_is_refused_where_it_stands(
+    body: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(PlanError, match=r"no coroutine function; @phasesync.protocol stands on an"):
+        alone(body, tmp_path)
+
+
+def test_a_call_while_another_is_under_way_is_refused_and_harms_nobody(tmp_path: Path) -> None:
+    body = alone(all_blocks, tmp_path)
+
+    async def main() -> Any:
+        said = await asyncio.gather(body(), body(), return_exceptions=True)
+        await body()
+        return said
+
+    first, second = asyncio.run(asyncio.wait_for(main(), 10))
+    assert first is None
+    assert isinstance(second, EpochOrderError)
+    assert "all_blocks is in an epoch that another call has begun" in str(second)
+
+
+class Trainer:
+    """Bodies that are methods; each object is a rank of its own."""
+
+    hub: InProcessFences
+    runs: Path
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.log: list[str] = []
+
+    @protocol(
+        "basic",
+        rank=lambda self: self.rank,
+        ranks=2,
+        fences=lambda self: self.hub.endpoint(Rank(RoleName("trainer"), self.rank)),
+        runs=lambda self: self.runs,
+        run="methods",
+    )
+    async def sync(self, step: int) -> int:
+        """One sync."""
+        for name in ("sync", "offload", "empty_cache"):
+            async with phase(name):
+                self.log.append(name)
+        async with phase("resume_kv") as mine:
+            if mine:
+                self.log.append("resume_kv")
+        return step + self.rank
+
+    @staticmethod
+    @protocol(
+        "basic", rank=0, ranks=1, options={"replica_size": 1}, runs=lambda: Trainer.runs, run="s"
+    )
+    async def of_nobody() -> str:
+        await all_blocks()
+        return "static"
+
+    @classmethod
+    @protocol(
+        "basic",
+        rank=0,
+        ranks=1,
+        options={"replica_size": 1},
+        runs=lambda cls: cls.runs,
+        run="c",
+    )
+    async def of_all(cls) -> str:
+        await all_blocks()
+        return cls.__name__
+
+
+def test_methods_are_bodies_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        Trainer.hub, Trainer.runs = InProcessFences(), tmp_path
+        both = [Trainer(0), Trainer(1)]
+        for step in (1, 2):
+            said = await asyncio.gather(*(each.sync(step) for each in both))
+            assert said == [step, step + 1]
+        assert [each.log.count("resume_kv") for each in both] == [2, 0]
+        for each in both:
+            await each.sync.close()
+        assert await Trainer.of_nobody() == "static"
+        assert await Trainer.of_all() == "Trainer"
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert Trainer.sync.__doc__ == "One sync."
+    assert [answer.verdict for answer in audit_paths([tmp_path / "methods"])] == ["ok"]
+
+
+async def branches(flag: bool) -> None:
+    if flag:
+        async with phase("sync"):
+            pass
+        async with phase("offload"):
+            pass
+    else:
+        async with phase("sync"):
+            pass
+        try:
+            async with phase("offload"):
+                pass
+        finally:
+            print("through")
+    async with phase("empty_cache"):
+        pass
+    async with phase("resume_kv") as mine:
+        print(mine)
+
+
+async def returns(flag: bool) -> None:
+    if flag:
+        async with phase("sync"):
+            pass
+        async with phase("offload"):
+            pass
+        async with phase("empty_cache"):
+            pass
+        async with phase("resume_kv") as mine:
+            print(mine)
+        return
+    await branches(flag)
+    async with phase("sync"):
+        pass
+
+
+async def wrong_branch(flag: bool) -> None:
+    async with phase("offload"):
+        pass
+    if flag:
+        async with phase("empty_cache"):
+            pass
+    else:
+        async with phase("sync"):
+            pass
+
+
+async def forgets_to_ask() -> None:
+    async with phase("resume_kv"):
+        pass
+
+
+def test_branches_are_alternatives_and_a_leaders_block_asks_whose_it_is(tmp_path: Path) -> None:
+    check_body(alone(branches, tmp_path))
+    check_body(alone(returns, tmp_path))
+    check_body(Trainer(0).sync)
+    with pytest.raises(EpochOrderError, match=r"\d+: phase 'sync' stands after 'offload'"):
+        check_body(alone(wrong_branch, tmp_path))
+    with pytest.raises(EpochOrderError, match="'resume_kv' is the leader's alone, and this block"):
+        check_body(alone(forgets_to_ask, tmp_path))

@@ -9,6 +9,7 @@
                 ...
 
 Code stays where it is. On the way into a block, what the protocol wants before it is waited for.
+A block is entered on every rank: one of the leader's alone asks what it was given, as above.
 What must survive edits: the body runs in its own order, a block out of order is refused before it
 runs, and a body that raises has arrived as failed wherever it is awaited.
 """
@@ -18,14 +19,14 @@ import asyncio
 import functools
 import inspect
 import textwrap
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 from phasesync.core.plan import Act
 from phasesync.core.protocol import Protocol
-from phasesync.errors import EpochOrderError
+from phasesync.errors import EpochOrderError, PlanError
 from phasesync.runtime import RankRunner, Turn
 from phasesync.spec import load
 
@@ -45,6 +46,12 @@ def protocol(
     function of no arguments, which is called once, at the first epoch. Phases that have no block,
     those of `recover` among them, are bound with `actions=`. What lies before and after the body
     is the caller's, unless `caller_joins=False`.
+
+    On a method every object has a runner of its own, and a function that takes an argument is given
+    the object: `rank=lambda self: self.rank`.
+
+    Raises:
+        PlanError: what stands below is no `async def`.
     """
 
     def decorate(body: Callable[P, Coroutine[Any, Any, T]]) -> Body[P, T]:
@@ -88,21 +95,54 @@ class Body(Generic[P, T]):
         declared: Protocol | str,
         body: Callable[P, Coroutine[Any, Any, T]],
         runner: dict[str, Any],
+        of: Any = None,
     ) -> None:
+        is_method = isinstance(body, staticmethod | classmethod)
+        if is_method or not inspect.iscoroutinefunction(inspect.unwrap(body)):
+            raise PlanError(
+                f"{getattr(body, '__qualname__', body)} is no coroutine function; "
+                "@phasesync.protocol stands on an `async def` that awaits and does not yield, "
+                "below @staticmethod and @classmethod"
+            )
         functools.update_wrapper(self, body)
         self.protocol = load(declared) if isinstance(declared, str) else declared
         self.body = body
         self._arguments = runner
+        self._of = of
+        self._bound: dict[int, Body[Any, Any]] = {}
         self._runner: RankRunner | None = None
         self._epoch: _Epoch | None = None
+        self._calls = 0
+
+    def __get__(self, of: Any, owner: type | None = None) -> "Body[Any, Any]":
+        """The body of one object, which is kept as long as this is: it has a runner."""
+        if of is None:
+            return self
+        if id(of) not in self._bound:
+            body = functools.update_wrapper(functools.partial(self.body, of), self.body)
+            self._bound[id(of)] = Body(self.protocol, body, self._arguments, of)
+        return self._bound[id(of)]
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """One epoch.
 
         Raises:
             EpochFailed: it failed somewhere; where the body raised, that is its cause.
-            EpochOrderError: the blocks are not in the protocol's order, or one is missing.
+            EpochOrderError: the blocks are not in the protocol's order, one is missing, or another
+                call is not over.
         """
+        if self._calls:
+            raise EpochOrderError(
+                f"{self.__qualname__} is in an epoch that another call has begun; "  # type: ignore[attr-defined]
+                "await that first"
+            )
+        self._calls += 1
+        try:
+            return await self._one_epoch(*args, **kwargs)
+        finally:
+            self._calls -= 1
+
+    async def _one_epoch(self, *args: P.args, **kwargs: P.kwargs) -> T:
         runner = await self._ready()
         epoch = self._epoch = _Epoch(runner)
         token = _here.set(epoch)
@@ -134,7 +174,7 @@ class Body(Generic[P, T]):
     async def _ready(self) -> RankRunner:
         if self._runner is None:
             given = {
-                name: value() if callable(value) and name != "mono_ns" else value
+                name: self._given(value) if callable(value) and name != "mono_ns" else value
                 for name, value in self._arguments.items()
             }
             blocks = {name: functools.partial(self._perform, name) for name in self._blocks()}
@@ -146,9 +186,12 @@ class Body(Generic[P, T]):
             self._runner = runner
         return self._runner
 
+    def _given(self, value: Callable[..., Any]) -> Any:
+        return value(self._of) if inspect.signature(value).parameters else value()
+
     def _blocks(self) -> list[str]:
         """The phases that blocks perform: all that are not outside, and those that have one."""
-        named = {name for name, _ in blocks_of(self.body)}
+        named = {block.phase for block in blocks_of(self.body)}
         return [
             step.name for step in self.protocol.phases if not step.outside or step.name in named
         ]
@@ -172,6 +215,8 @@ class _Epoch:
         self._offer: tuple[str, Turn] | None = None
         self._offered = asyncio.Event()
         self._left: asyncio.Future[None] | None = None
+        self._inside = ""  # The phase whose block is open.
+        self._been: set[str] = set()
         self._ended = False
         self._error: BaseException | None = None
         self.order: EpochOrderError | None = None
@@ -199,6 +244,11 @@ class _Epoch:
                 known = ", ".join(self._known)
                 raise self._misplaced(f"no phase {name!r} in this protocol; phases are: {known}")
             return None
+        if self._inside:
+            raise self._refused(
+                f"{self._rank} cannot enter {name!r} inside the block of {self._inside!r}; "
+                "blocks stand one after another"
+            )
         waits = asyncio.ensure_future(self._offered.wait())
         try:
             await asyncio.wait((waits, self.run), return_when=asyncio.FIRST_COMPLETED)
@@ -208,16 +258,29 @@ class _Epoch:
             self.run.result()
             raise self._misplaced(f"{self._rank} cannot enter {name!r}: the epoch is over for it")
         offered, turn = self._offer
-        if offered != name:
-            error = self._misplaced(
-                f"{self._rank} cannot enter {name!r} yet; next is phase {offered!r}"
+        if self._inside:  # Another task of the body was faster.
+            raise self._refused(
+                f"{self._rank} cannot enter {name!r} beside the block of {self._inside!r}; "
+                "blocks stand one after another"
             )
-            self.leave(error)
-            raise error
+        if offered != name:
+            why = "again" if name in self._been else "yet"
+            raise self._refused(
+                f"{self._rank} cannot enter {name!r} {why}; next is phase {offered!r}"
+            )
+        self._inside = name
         return turn
+
+    def _refused(self, why: str) -> EpochOrderError:
+        """The error for a block that has no place here; the phase that is offered fails by it."""
+        error = self._misplaced(why)
+        self.leave(error)
+        return error
 
     def leave(self, error: BaseException | None) -> None:
         """The block is through, or raised."""
+        self._been.add(self._inside)
+        self._inside = ""
         left, self._left, self._offer = self._left, None, None
         self._offered.clear()
         if left is None or left.done():
@@ -260,53 +323,138 @@ async def _stopped(*tasks: "asyncio.Task[Any]") -> None:
 # --- At test time -----------------------------------------------------------------------------
 
 
+_COMPUTED = ""  # The name of a phase that the source does not say.
+
+
+class _Block(NamedTuple):
+    """A block in the source of a body; `given` is whether it takes what it is given, with `as`."""
+
+    phase: str
+    line: str
+    given: bool
+
+
 def check_body(body: Body[Any, Any]) -> None:
     """Hold the order of a body's blocks against its protocol, without running it.
 
+    Branches (`if`, `match`, `except`) are alternatives: each is held against what stands before it.
+
     Raises:
-        EpochOrderError: a block is unknown, out of order or missing; it names the line.
+        EpochOrderError: a block is unknown, out of order or missing, or is the leader's alone and
+            does not ask whether it is this rank's; it names the line.
     """
     order = {str(step.name): at for at, step in enumerate(body.protocol.steps)}
-    last = -1
-    seen = set()
-    for name, line in blocks_of(body.body):
-        if name not in order:
-            known = ", ".join(step.name for step in body.protocol.phases)
-            raise EpochOrderError(f"{line}: no phase {name!r}; phases are: {known}")
-        if order[name] < last:
-            before = body.protocol.steps[last].name
-            raise EpochOrderError(f"{line}: phase {name!r} stands after {before!r}; swap them")
-        last = order[name]
-        seen.add(name)
+    for way in _ways_of(body.body):
+        last = -1
+        for name, line, _ in way:
+            if name not in (*order, _COMPUTED):
+                known = ", ".join(step.name for step in body.protocol.phases)
+                raise EpochOrderError(f"{line}: no phase {name!r}; phases are: {known}")
+            if order.get(name, last) < last:
+                before = body.protocol.steps[last].name
+                raise EpochOrderError(f"{line}: phase {name!r} stands after {before!r}; swap them")
+            last = order.get(name, last)
+    blocks = list(blocks_of(body.body))
+    leads = {step.name for step in body.protocol.phases if step.by is not None}
+    for name, line, given in blocks:
+        if name in leads and not given:
+            raise EpochOrderError(
+                f"{line}: phase {name!r} is the leader's alone, and this block runs on every rank; "
+                f"write `async with phase({name!r}) as mine:` and ask `if mine:`"
+            )
+    seen = {block.phase for block in blocks}
     bound = body._arguments.get("actions", {})
     for step in body.protocol.phases:
-        if not (step.outside or step.when is not None or step.name in seen or step.name in bound):
+        # A block whose phase is computed may be any of those that are not named.
+        if _COMPUTED in seen or step.outside or step.when is not None:
+            continue
+        if not (step.name in seen or step.name in bound):
             raise EpochOrderError(
                 f"{body.__name__}: no block for phase {step.name!r}; write "  # type: ignore[attr-defined]
                 f"`async with phase({step.name!r}):`"
             )
 
 
-def blocks_of(body: Callable[..., Any]) -> Iterator[tuple[str, str]]:
-    """The blocks in the source of a body, in order: phase, and `file:line`."""
+def blocks_of(body: Callable[..., Any]) -> Iterator[_Block]:
+    """The blocks in the source of a body, in the order of their lines."""
+    known = {block.line: block for way in _ways_of(body) for block in way}
+    return iter(known.values())
+
+
+class _Way(NamedTuple):
+    """A way through some statements: its blocks in order; `ends` where it leaves the body."""
+
+    blocks: tuple[_Block, ...] = ()
+    ends: bool = False
+
+
+_WAYS_MAX = 256  # More are as many ways through one body as nobody writes on purpose.
+_STRAIGHT = [_Way()]
+
+
+def _ways_of(body: Callable[..., Any]) -> list[tuple[_Block, ...]]:
+    """The ways through a body's source, each as its blocks in order."""
+    body = inspect.unwrap(body)
     try:
         lines, first = inspect.getsourcelines(body)
     except (OSError, TypeError):
-        return
-    file = inspect.getsourcefile(body)
+        return []
+    where = f"{inspect.getsourcefile(body)}", first - 1
     tree = ast.parse(textwrap.dedent("".join(lines)))
-    found = [
-        (call.lineno, call.args[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.AsyncWith)
-        for call in (item.context_expr for item in node.items)
-        if isinstance(call, ast.Call)
-        and _name_of(call.func) == "phase"
-        and call.args
-        and isinstance(call.args[0], ast.Constant)
-    ]
-    for line, name in sorted(found):
-        yield str(name), f"{file}:{first + line - 1}"
+    return list(dict.fromkeys(way.blocks for way in _through(tree.body, where)))
+
+
+def _through(statements: Sequence[ast.AST], where: tuple[str, int]) -> list[_Way]:
+    ways = _STRAIGHT
+    for each in statements:
+        if (more := _of_one(each, where)) != _STRAIGHT:
+            ways = [
+                new
+                for way in ways
+                for new in ([way] if way.ends else [_then(way, each) for each in more])
+            ][:_WAYS_MAX]
+    return list(dict.fromkeys(ways))
+
+
+def _then(way: _Way, more: _Way) -> _Way:
+    return _Way((*way.blocks, *more.blocks), more.ends)
+
+
+def _of_one(node: ast.AST, where: tuple[str, int]) -> list[_Way]:
+    """The ways through one statement; one that branches has several."""
+    match node:
+        case ast.Return() | ast.Raise():
+            return [_Way(ends=True)]
+        case ast.AsyncWith(items=items, body=inside):
+            entered = _Way(tuple(_blocks_in(items, where)))
+            return [_then(entered, way) for way in _through(inside, where)]
+        case ast.If(body=then, orelse=other):
+            return _either(_through(then, where), _through(other, where))
+        case ast.Match(cases=cases):
+            return _either(_STRAIGHT, *(_through(case.body, where) for case in cases))
+        case ast.Try(body=tried, handlers=handlers, orelse=other, finalbody=final):
+            caught = (_through(handler.body, where) for handler in handlers)
+            ways = _either(_through([*tried, *other], where), *caught)
+            last = _through(final, where)
+            return [_Way((*way.blocks, *end.blocks), way.ends) for way in ways for end in last]
+        case _:
+            inner = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)]
+            return _through(inner, where)
+
+
+def _either(*alternatives: list[_Way]) -> list[_Way]:
+    return list(dict.fromkeys(way for ways in alternatives for way in ways))
+
+
+def _blocks_in(items: Sequence[ast.withitem], where: tuple[str, int]) -> Iterator[_Block]:
+    file, before = where
+    for item in items:
+        call = item.context_expr
+        if isinstance(call, ast.Call) and _name_of(call.func) == "phase" and call.args:
+            said = call.args[0]
+            name = str(said.value) if isinstance(said, ast.Constant) else _COMPUTED
+            line = f"{file}:{before + call.lineno}"
+            yield _Block(name, line, item.optional_vars is not None)
 
 
 def _name_of(function: ast.expr) -> str:
