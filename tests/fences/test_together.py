@@ -130,7 +130,7 @@ def test_a_host_by_itself_asks_the_store_twelve_times_however_many_it_has(size: 
 
 
 def test_hosts_ask_the_store_once_each() -> None:
-    """7 messages a host and 7 for deciding and tidying up, as for single ranks."""
+    """7 messages a host and 9 for deciding and tidying up, as for single ranks."""
 
     async def check() -> None:
         world = world_of(tcp_store(), 8, hosts=4)

@@ -28,7 +28,6 @@ from phasesync.core.fence_keys import (
     Gone,
     Left,
     Process,
-    Put,
     Read,
     Registered,
     Space,
@@ -36,7 +35,7 @@ from phasesync.core.fence_keys import (
     Verdict,
     lost_among,
 )
-from phasesync.core.fence_steps import COLLECTED_MAX, VERDICTS_KEPT
+from phasesync.core.fence_steps import COLLECTED_MAX, VERDICTS_KEPT, collecting
 from phasesync.core.model import (
     Digest,
     Epoch,
@@ -150,7 +149,6 @@ def _closing_for_the_dead(space: Space, call: FenceCall, count: int) -> Steps:
         case Waiting():
             return
         case Opened(ticket=ticket, arrivals=judged):
-            yield Put(space.head(call.key.scope), str(call.key.generation).encode())
             own = Verdict(
                 by=REPORTER,
                 count=ticket.count,
@@ -160,7 +158,9 @@ def _closing_for_the_dead(space: Space, call: FenceCall, count: int) -> Steps:
             )
         case _:
             own = Verdict.of_broken(ruling, by=REPORTER)
-    yield CompareSet(at.verdict, own.encode())
+    text = own.encode()
+    if (yield CompareSet(at.verdict, text)) == text and own.broken is None:
+        yield from collecting(space, call, None)
 
 
 def _members(space: Space, generation: int, registered: list[Registered]) -> Steps:

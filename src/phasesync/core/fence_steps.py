@@ -59,6 +59,7 @@ __all__ = (
     "admitting",
     "arriving",
     "bringing",
+    "collecting",
     "connecting",
     "expiring",
     "failing",
@@ -142,11 +143,12 @@ def arriving(
         verdict = yield from _registering(space, call, me)
         if verdict is not None:
             return (yield from admitting(space, call, arrival, None, verdict))
+        opened_before = None  # Whoever broke off may not have tidied up.
     yield Append(at.log, encode_arrival(arrival))
     is_small = len(call.members) <= READ_AHEAD_MAX
     order = yield Add(at.counter, 1, at.log if is_small else "")
     if not arrival.ok:
-        verdict = yield from _breaking(at, call, arrival)
+        verdict = yield from _breaking(space, call, arrival)
         return (yield from admitting(space, call, arrival, order, verdict))
     if order >= len(call.members):
         closed = yield from _closing(space, at, call, me, order)
@@ -154,7 +156,7 @@ def arriving(
             passed = yield from _closed(space, call, arrival, order, *closed)
             yield Tell(passed)
             if isinstance(passed.answer, Opened):
-                yield from _collecting(space, call, opened_before)
+                yield from collecting(space, call, opened_before)
             return passed
     # Who comes when all is tidied up counts anew from 1; where the count is full without its log,
     # that goes on just now. Who has passed the fence before this one need not look.
@@ -189,6 +191,7 @@ def bringing(
         verdict = yield from _registering(space, call, me)
         if verdict is not None:
             return Brought(None, verdict)
+        opened_before = None  # Whoever broke off may not have tidied up.
     ruling = judge(call, whole) if len(whole) >= len(call.members) else None
     yield Append(at.log, lines)
     if isinstance(ruling, Opened):
@@ -202,7 +205,7 @@ def bringing(
             brought = Brought(order, *closed)
             yield Tell(brought)
             if brought.ruling is not None:
-                yield from _collecting(space, call, opened_before)
+                yield from collecting(space, call, opened_before)
             return brought
     is_first = order == len(batch) and opened_before != call.key.generation - 1
     if (is_first or order >= len(call.members)) and (yield from _is_tidied_up(space, call)):
@@ -218,31 +221,40 @@ def _deciding(
     log_bytes: int,
     opened_before: int | None,
 ) -> Steps:
-    """Write the verdict on arrivals that are all in this rank's hands.
+    """Write the verdict on arrivals that are all in this rank's hands."""
+    own = _verdict(ruling, me, plain=False, log_bytes=log_bytes)
+    verdict = yield from _settling(space, call, own)
+    if verdict is None:
+        return Brought(None, UNJUDGED.verdict)
+    if verdict is not own:
+        return Brought(ruling.ticket.count, verdict)
+    brought = Brought(ruling.ticket.count, own, ruling)
+    yield Tell(brought)
+    yield from collecting(space, call, opened_before)
+    return brought
 
-    Who comes from a long sleep would find the verdict's key empty again: whether the fence is long
-    over is looked at in the same round trip, and nobody is told before that is known. The head
-    goes on after the verdict here, so that a sleeper does not set it back.
+
+def _settling(space: Space, call: FenceCall, own: Verdict) -> Steps:
+    """Write a verdict: `own` if it is the first, else the one that is there.
+
+    None if the fence is long over. Who comes from a long sleep finds the verdict's key empty again:
+    that is looked at in the same round trip, nobody is told before it is known, and what the
+    sleeper wrote is taken back.
     """
     at = space.at(call.key.scope, call.key.generation)
     head = space.head(call.key.scope)
-    own = _verdict(ruling, me, plain=False, log_bytes=log_bytes)
     text = own.encode()
     winner = yield CompareSet(at.verdict, text, ahead=head)
     last = yield Get(head)
     if winner != text:
-        return Brought(ruling.ticket.count, Verdict.decode(winner))
+        return Verdict.decode(winner)
     if int(last) > call.key.generation if last else (yield Read(space.boot)) is None:
         yield Delete(at.verdict)
         yield Delete(at.log)
         yield Delete(at.counter)
         yield Read(space.boot)  # The reply proves that they are gone.
-        return Brought(None, UNJUDGED.verdict)
-    brought = Brought(ruling.ticket.count, own, ruling)
-    yield Tell(brought)
-    yield Put(head, str(call.key.generation).encode())
-    yield from _collecting(space, call, opened_before)
-    return brought
+        return None
+    return own
 
 
 def expiring(
@@ -274,10 +286,12 @@ def expiring(
     log = (yield Read(at.log)) or b""
     ruling = judge(call, decode_arrivals(log), expired=True, seen=seen)
     assert not isinstance(ruling, Waiting), "at the deadline there is no more waiting"
-    if isinstance(ruling, Opened):
-        yield Put(space.head(call.key.scope), str(call.key.generation).encode())
-    decided = _verdict(ruling, me, plain=_is_plain(log, count, ruling), log_bytes=len(log))
-    return Verdict.decode((yield CompareSet(at.verdict, decided.encode())))
+    mine = _verdict(ruling, me, plain=_is_plain(log, count, ruling), log_bytes=len(log))
+    verdict = yield from _settling(space, call, mine)
+    if verdict is mine and isinstance(ruling, Opened):
+        yield Tell(verdict)
+        yield from collecting(space, call, None)
+    return verdict
 
 
 def failing(space: Space, call: FenceCall, arrival: Arrival) -> Steps:
@@ -285,15 +299,15 @@ def failing(space: Space, call: FenceCall, arrival: Arrival) -> Steps:
     at = space.at(call.key.scope, call.key.generation)
     yield Append(at.log, encode_arrival(arrival))
     yield Add(at.counter, 1)
-    return (yield from _breaking(at, call, arrival))
+    return (yield from _breaking(space, call, arrival))
 
 
 def watching(space: Space, call: FenceCall, me: str, *, register: bool) -> Steps:
-    """Wait for the verdict without arriving."""
+    """Wait for the verdict without arriving; None if it was tidied up."""
     if register:
         verdict = yield from _registering(space, call, me)
         if verdict is not None:
-            return verdict
+            return None if verdict is UNJUDGED.verdict else verdict
     at = space.at(call.key.scope, call.key.generation)
     return Verdict.decode((yield Wait(at.verdict)))
 
@@ -393,15 +407,15 @@ def _registering(space: Space, call: FenceCall, me: str) -> Steps:
     if not isinstance(ruling, Broken):
         return None
     own = Verdict.of_broken(ruling, by=me)
-    return Verdict.decode((yield CompareSet(at.verdict, own.encode())))
+    return (yield from _settling(space, call, own)) or UNJUDGED.verdict
 
 
-def _breaking(at: Keys, call: FenceCall, arrival: Arrival) -> Steps:
+def _breaking(space: Space, call: FenceCall, arrival: Arrival) -> Steps:
     """Write the failure of this arrival as the verdict, unless there is one already."""
     ruling = judge(call, (arrival,))
     assert isinstance(ruling, Broken), "a failed arrival breaks the fence"
     own = Verdict.of_broken(ruling, by=writer(arrival.rank, arrival.incarnation))
-    return Verdict.decode((yield CompareSet(at.verdict, own.encode())))
+    return (yield from _settling(space, call, own)) or own  # Nobody else is told of it then.
 
 
 def _closing(space: Space, at: Keys, call: FenceCall, me: str, order: int) -> Steps:
@@ -413,15 +427,11 @@ def _closing(space: Space, at: Keys, call: FenceCall, me: str, order: int) -> St
     ruling = judge(call, decode_arrivals(log))
     if isinstance(ruling, Waiting):
         return None
-    if isinstance(ruling, Opened):
-        # Before the verdict: whoever reports a loss starts to look from the head.
-        yield Put(space.head(call.key.scope), str(call.key.generation).encode())
     own = _verdict(ruling, me, plain=_is_plain(log, order, ruling), log_bytes=len(log))
-    text = own.encode()
-    winner = yield CompareSet(at.verdict, text)
-    if winner == text and isinstance(ruling, Opened):
+    verdict = yield from _settling(space, call, own)
+    if verdict is own and isinstance(ruling, Opened):
         return own, ruling
-    return Verdict.decode(winner), None
+    return verdict or UNJUDGED.verdict, None
 
 
 def _closed(
@@ -437,10 +447,16 @@ def _closed(
     return (yield from admitting(space, call, arrival, order, verdict))
 
 
-def _collecting(space: Space, call: FenceCall, opened_before: int | None) -> Steps:
-    """Remove what nobody can need: all members are here, so all have left the fences before."""
+def collecting(space: Space, call: FenceCall, opened_before: int | None) -> Steps:
+    """This fence has opened: put the head further on, and remove what nobody can need, since all
+    members are here, and so have left the fences before.
+
+    The head goes on after the verdict, so that a sleeper does not set it back. `opened_before` is
+    the last fence that was tidied up after, where that is known.
+    """
+    yield Put(space.head(call.key.scope), str(call.key.generation).encode())
     scope, now = call.key.scope, call.key.generation
-    first = max(now - 1 if opened_before is None else opened_before, now - COLLECTED_MAX, 0)
+    first = max(now - COLLECTED_MAX, opened_before or 0, 0)
     for generation in range(first, now):
         yield Delete(space.at(scope, generation).log)
     for generation in range(max(first - VERDICTS_KEPT, 0), now - VERDICTS_KEPT):

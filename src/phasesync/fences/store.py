@@ -223,7 +223,7 @@ class StoreFences:
         if not self._mates.watch(call, scope, slot, register=register):
             self._slots.wait(slot, register=register)
         verdict = await heard
-        if verdict is None:
+        if verdict is None or verdict == UNJUDGED.verdict:
             raise StaleArrival(f"fence {call.fence!r} was decided and tidied up long ago")
         if verdict.spares(call):
             return _named(call, await self.watch(beside(call)))
