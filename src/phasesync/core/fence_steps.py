@@ -15,7 +15,7 @@ whether the fence is long over. Each of them may come by itself all the same, at
 second arrival with the nonce of the first is the first.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phasesync.core import wire
@@ -25,7 +25,9 @@ from phasesync.core.fence import (
     decode_arrivals,
     encode_arrival,
     judge,
+    judged_list,
     missing_of,
+    ticket_hash,
 )
 from phasesync.core.fence_keys import (
     Add,
@@ -63,6 +65,7 @@ __all__ = (
     "connecting",
     "expiring",
     "failing",
+    "judged_in",
     "missing_ranks",
     "peeking",
     "plainly",
@@ -486,20 +489,39 @@ def _verdict(ruling: FenceVerdict, me: str, *, plain: bool, log_bytes: int) -> V
 
 
 def _judged(call: FenceCall, log: bytes, verdict: Verdict) -> tuple[Arrival, ...]:
-    """The arrivals that a verdict to open was made of; none if they are not in the log.
+    """As `judged_in`, for a member: as its own call judges them."""
+    for part in _parts(log, verdict):
+        ruling = judge(call, decode_arrivals(part))
+        if isinstance(ruling, Opened) and ruling.ticket.hash == verdict.hash:
+            return ruling.arrivals
+    return ()
 
-    What was judged is the log's beginning, unless one rank brought them all: then somebody else
-    may have come before. The hash tells what was judged from what a sleeper began anew.
+
+def judged_in(log: bytes, verdict: Verdict) -> tuple[Arrival, ...]:
+    """The arrivals that a verdict to open was made of; none if they are not in the log."""
+    for part in _parts(log, verdict):
+        latest: dict[Rank, Arrival] = {}
+        for arrival in decode_arrivals(part):
+            known = latest.get(arrival.rank)
+            if known is None or known.incarnation < arrival.incarnation:
+                latest[arrival.rank] = arrival
+        if ticket_hash(judged_list(latest.values())) == verdict.hash:
+            return tuple(latest[rank] for rank in sorted(latest))
+    return ()
+
+
+def _parts(log: bytes, verdict: Verdict) -> Iterator[bytes]:
+    """Where in a log the judged arrivals may be.
+
+    They are the log's beginning, unless one rank brought them all: then somebody else may have come
+    before. The hash tells what was judged from what a sleeper began anew.
     """
     start = 0
     for _ in range(FOREIGN_LINES_MAX + 1):
-        ruling = judge(call, decode_arrivals(log[start : start + verdict.log_bytes]))
-        if isinstance(ruling, Opened) and ruling.ticket.hash == verdict.hash:
-            return ruling.arrivals
+        yield log[start : start + verdict.log_bytes]
         start = log.find(b"\n", start) + 1
         if verdict.plain or not 0 < start < len(log):
             break
-    return ()
 
 
 def _same(one: Arrival, other: Arrival) -> bool:

@@ -87,6 +87,8 @@ _ASKS: Mapping[str, Wanted] = {
     "collective_rpc_async": _rpc,
     "resume_generation": _generate,
     "continue_generation": _generate,
+    "resume_scheduler": _generate,
+    "resume_scheduler_async": _generate,
 } | dict.fromkeys(
     (
         "add_request",
@@ -129,6 +131,8 @@ _INNER_ASKS = (
     "collective_rpc_async",
     "add_request",
     "add_request_async",
+    "resume_scheduler",
+    "resume_scheduler_async",
 )
 
 

@@ -143,7 +143,7 @@ class Warden:
     def spend(self, key: FenceKey) -> None:
         """Refuse from now on all tickets of `key.scope` that are older than `key`."""
         with self._lock:
-            self._note(key, self._judged(key))
+            self._note(key, _judged_by(self._asked(key)))
 
     def refusal(self, wanted: str, ticket: Ticket | None) -> str | None:
         """Why `ticket` does not allow `wanted`, or None; then the floor has risen to it.
@@ -160,12 +160,12 @@ class Warden:
         if not isinstance(ticket, Ticket):
             return f"{wanted!r} needs a ticket of fence {_either(fences)}; {ticket!r} is none"
         with self._lock:
-            judged = self._judged(ticket.key)
-            reason = (
-                self._claims(wanted, fences, ticket)
-                or self._verdict(ticket)
-                or self._replaced(ticket.key, judged)
-            )
+            # The fence is asked last, and once: that may be a round trip, and the engine waits.
+            if (reason := self._claims(wanted, fences, ticket)) is not None:
+                return reason
+            verdict = self._asked(ticket.key)
+            judged = _judged_by(verdict)
+            reason = self._verdict(ticket, verdict) or self._replaced(ticket.key, judged)
             if reason is None:
                 self._floor = max(self._floor, Floor(ticket.key.attempt, ticket.epoch))
                 self._note(ticket.key, judged)
@@ -174,17 +174,17 @@ class Warden:
     def _learn(self, ticket: Ticket) -> None:
         ours = ticket.key.run == self.rules.run and ticket.key.scope in self._scopes
         with self._lock:
-            if ours and self.rules.verdicts is not None and self._verdict(ticket) is None:
-                self._note(ticket.key, self._judged(ticket.key))
+            if ours and self.rules.verdicts is not None:
+                verdict = self._asked(ticket.key)
+                if self._verdict(ticket, verdict) is None:
+                    self._note(ticket.key, _judged_by(verdict))
 
     @property
     def _scopes(self) -> tuple[str, str]:
         return ("world", self.rules.scope)
 
-    def _judged(self, key: FenceKey) -> tuple[Arrival, ...]:
-        """The arrivals that the fence judged, where its verdict tells them."""
-        verdict = None if self.rules.verdicts is None else self.rules.verdicts(key)
-        return verdict.arrivals if isinstance(verdict, Opened) else ()
+    def _asked(self, key: FenceKey) -> FenceVerdict | None:
+        return None if self.rules.verdicts is None else self.rules.verdicts(key)
 
     def _replaced(self, key: FenceKey, judged: tuple[Arrival, ...]) -> str | None:
         for arrival in judged:
@@ -215,14 +215,17 @@ class Warden:
             )
         return None
 
-    def _verdict(self, ticket: Ticket) -> str | None:
+    def _verdict(self, ticket: Ticket, verdict: FenceVerdict | None) -> str | None:
         if self.rules.verdicts is None:
             return None
         key = ticket.key
         where = f"fence {ticket.fence!r} ({key.scope}, generation {key.generation})"
-        match self.rules.verdicts(key):
+        match verdict:
             case None:
-                return f"{where} has no verdict; the ticket was not made by it"
+                return (
+                    f"{where} has no verdict: the ticket was not made by it, or the fence is over "
+                    "and its members have met at another since"
+                )
             case Broken():
                 return f"{where} broke; it gave no ticket"
             case Opened(ticket=real) if real == ticket:
@@ -249,6 +252,11 @@ class Warden:
     def _meet(self, attempt: int, rank: Rank, incarnation: int) -> None:
         at = (attempt, rank)
         self._incarnations[at] = max(self._incarnations.get(at, 0), incarnation)
+
+
+def _judged_by(verdict: FenceVerdict | None) -> tuple[Arrival, ...]:
+    """The arrivals that the fence judged, where its verdict tells them."""
+    return verdict.arrivals if isinstance(verdict, Opened) else ()
 
 
 def _either(fences: tuple[str, ...]) -> str:
