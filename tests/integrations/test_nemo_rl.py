@@ -104,3 +104,12 @@ def test_kv_returns_on_weights_that_did_not_come_only_to_be_released_with_them(
     recovery = ["policy.offload_after_refit", *([kv] * kv_too), "generation.finish_generation"]
     assert calls[-len(recovery) :] == recovery
     synchronizer.shutdown()
+
+
+def test_an_engine_that_was_not_put_to_sleep_is_not_called_recovered(tmp_path: Path) -> None:
+    """NeMo-RL's `finish_generation` catches what it meets, and answers False."""
+    synchronizer, _ = made(tmp_path, update_weights_via_ipc_zmq=[False], finish_generation=False)
+    with pytest.raises(EpochFailed, match="did not take the weights") as caught:
+        synchronizer.sync_weights()
+    assert not caught.value.can_retry
+    synchronizer.shutdown()

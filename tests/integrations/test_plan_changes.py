@@ -15,6 +15,7 @@ from phasesync.integrations.verl.probe import worker_class
 from phasesync.integrations.verl.settings import Settings
 from phasesync.integrations.verl.worker import worker_body
 from phasesync.report.audit import audit_paths
+from phasesync.runtime.parting import Elsewhere
 from tests.integrations.written_down import module, worker
 
 RANKS, REPLICA = 4, 2
@@ -127,3 +128,11 @@ def test_all_that_change_agree_anew_at_once(tmp_path: Path) -> None:
 
     run(tmp_path, main)
     assert [answer.verdict for answer in audit_paths([tmp_path])] == ["ok", "ok"]
+
+
+def test_who_does_not_find_the_others_looks_further_away_each_time() -> None:
+    """Scopes count their fences apart, and may be any number apart."""
+    others = Elsewhere(attempt=0, epoch=9, scope="replica/1", own=range(400, 405))
+    assert others.generations() == range(376, 429)
+    assert others.generations(3) == range(208, 597)
+    assert others.generations(10_000) == range(0, 1941)

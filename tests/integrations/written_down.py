@@ -98,4 +98,5 @@ def worker(cls: type, case: str) -> tuple[Any, list[str]]:
         ),
         model=SimpleNamespace(lora=SimpleNamespace(rank=8 if "lora" in case else 0)),
     )
+    made.rollout.config = made.config.rollout
     return made, calls

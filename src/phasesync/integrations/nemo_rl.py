@@ -4,8 +4,8 @@
     synchronizer = FencedSynchronizer(policy, generation, refit_buffer_size_gb=4)
 
 It goes where the factory returns `IPCWeightSynchronizer`, and has its interface. What must survive
-edits: KV returns only after a transfer that succeeded, and a `prepare_for_generation` that answers
-False has failed.
+edits: KV returns only after a transfer that succeeded, and a `prepare_for_generation` or a
+`finish_generation` that answers False has failed.
 """
 
 import asyncio
@@ -152,8 +152,8 @@ class FencedSynchronizer:
         if self._asked == self._woken == ["weights"]:
             # An engine that is half awake takes a release for done (vLLM 0.24).
             self._prepare("kv_cache")
-        if self._asked:
-            self._generation.finish_generation()
+        if self._asked and self._generation.finish_generation() is False:
+            raise EngineError("the engine was not put to sleep: it answered False")
 
 
 def _in_a_loop_of_its_own(work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -14,16 +14,24 @@ from phasesync.core.plan import Plan, Wait
 __all__ = ("Elsewhere", "elsewhere")
 
 #: Scopes count their fences apart, a recovery's too: another one may be so many behind or ahead.
-APART_MAX = 24
+#: Who has not found them there looks twice as far the next time; a scope that is further away than
+#: the last look has failed alone some hundred times.
+APART, APART_MAX = 24, 1536
 
 
 class Elsewhere(NamedTuple):
-    """Fences at which ranks of another scope arrive if they begin `epoch`."""
+    """Fences at which ranks of another scope arrive if they begin `epoch`: about those that this
+    rank's own scope comes to then."""
 
     attempt: int
     epoch: int
     scope: str
-    generations: range
+    own: range
+
+    def generations(self, looks: int = 0) -> range:
+        """Where to look, after so many looks that found nobody."""
+        apart = min(APART << min(looks, 16), APART_MAX)
+        return range(max(self.own.start - apart, 0), self.own.stop + apart)
 
     def begun_by(self, arrivals: Iterable[Arrival]) -> Rank | None:
         """The first of the ranks that have begun the epoch, if any has: a failed arrival only
@@ -50,5 +58,4 @@ def elsewhere(
     scope = alike[(alike.index(mine) + 1) % len(alike)]
     come = generations.get(mine, 0)
     coming = sum(wait.scope == mine for wait in waits)
-    reach = range(max(come - APART_MAX, 0), come + coming + APART_MAX)
-    return Elsewhere(attempt, epoch, plan.scopes[scope].name, reach)
+    return Elsewhere(attempt, epoch, plan.scopes[scope].name, range(come, come + coming))

@@ -152,8 +152,14 @@ class NaiveSync:
 
     async def quiesce(self) -> None:
         """After a failed sync: nobody reads this rank's weights any more."""
+        self._is_read_no_more()
+
+    def _is_read_no_more(self) -> None:
         if self._is_read:
-            raise EngineError("the update was cut off; whether the engine still reads is not known")
+            raise EngineError(
+                "the update was cut off; whether the engine still reads is not known, so nothing "
+                "is taken from it: start the job again"
+            )
 
     async def reclaim(self, turn: Turn) -> None:
         """After a failed sync: the engine gives back what it mapped.
@@ -166,7 +172,10 @@ class NaiveSync:
             case "nothing":
                 return
             case "unknown":
-                raise EngineError("the engine failed to resume; what it holds is not known")
+                raise EngineError(
+                    "the engine failed to resume, or was cut off in it; what it holds is not "
+                    "known: start the job again"
+                )
             case "weights" if self._worker.rollout.config.name in _LEADER_WAKES:
                 if turn.absent:
                     raise EngineError(
@@ -180,6 +189,8 @@ class NaiveSync:
         self._mapped = "nothing"
 
     async def reset(self) -> None:
+        # Each rank has fed the engine on its own device; the leader's word is of its own alone.
+        self._is_read_no_more()
         engine = self._worker.actor.engine
         self.drop()
         if engine.is_param_offload_enabled:

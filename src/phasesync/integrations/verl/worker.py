@@ -11,6 +11,7 @@ import inspect
 import os
 import warnings
 from contextlib import suppress
+from itertools import count
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -71,6 +72,7 @@ class Worker:
         self._told: tuple[Options, list[list[int]]] | None = None
         self._met: tuple[int, int, Any, str] | None = None
         self._gave_up = False
+        self._over: EpochFailed | None = None
         self._version = 0
 
     async def update_weights(self, global_steps: Any) -> Any:
@@ -79,12 +81,16 @@ class Worker:
         Raises:
             EpochFailed: it failed somewhere; the same root cause on every rank.
         """
+        if self._over is not None:
+            # Nothing put its replica back: it is no better now, and says why rather than that.
+            raise self._over
         await self._notice()
         if not self._gave_up and await self._ready():
             try:
                 return await self._fenced(global_steps)
             except EpochFailed as failed:
                 if not await self._stays_behind(failed):
+                    self._over = None if failed.can_retry or self._runner is None else failed
                     raise
                 self._gives_up(failed)
         return await self._stock(self._worker, global_steps=global_steps, mode="naive")
@@ -246,9 +252,9 @@ class Worker:
         with suppress(FenceError):  # Then the fence itself tells what is wrong.
             await observer.connect()
             try:
-                while True:
+                for looks in count():
                     await asyncio.sleep(LOOK_EVERY_S)
-                    came = await observer.arrivals_in(others.scope, others.generations)
+                    came = await observer.arrivals_in(others.scope, others.generations(looks))
                     if (rank := others.begun_by(came)) is not None:
                         said = f"{changed}, and {rank} has begun sync {others.epoch} as before"
                         await runner.call_off(PlanChanged(said))
