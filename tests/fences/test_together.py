@@ -255,6 +255,34 @@ def test_a_leader_whose_connections_close_is_passed_by_at_once(watches: bool, le
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize("sick", [0, 1])
+def test_whoever_fails_is_named_with_its_phase_by_all_others(sick: int, stays: bool) -> None:
+    """The one that brings the arrivals of others no less, and if its process then ends at once."""
+
+    async def check() -> None:
+        world = world_of(tcp_store(), 4)
+        await world.open()
+        generation = await pass_until_together(world)
+        call = world.call(generation)
+        bad = world.ranks[sick]
+        others = [rank for rank in world.ranks if rank != bad]
+        early = [asyncio.ensure_future(world.arrive(rank, call)) for rank in others[:2]]
+        await asyncio.sleep(0.1)
+        assert await world.ends[others[2]].missing(call) == tuple(sorted({bad, others[2]}))
+        told = await world.ends[bad].fail(call, arrives(call, bad, cause=failure_of(bad)))
+        if not stays:
+            await world.ends[bad].close()
+        async with asyncio.timeout(5):
+            got = [*await asyncio.gather(*early), await world.arrive(others[2], call)]
+        for each in (told, *got):
+            assert isinstance(each, Broken | FenceBroken), each
+            assert each.cause == failure_of(bad)
+        await world.close()
+
+    asyncio.run(check())
+
+
 def test_a_follower_that_is_cut_before_its_first_turn_has_ended() -> None:
     """Who leaves waits for it: that its task never ran must not keep it for ever."""
 

@@ -15,11 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
 
 from phasesync.core import wire
 from tests.fences.faults.chance import SHARES, play_many
+from tests.fences.faults.in_actors import play_in_actors
 from tests.fences.faults.in_processes import play_in_processes
 from tests.fences.faults.matrix import actors_if
 
@@ -27,7 +29,10 @@ __all__ = ("OVER", "faults_over", "summary")
 
 PROCESSES = "processes"
 PROCESSES_SHARE = 0.1
-OVER: Mapping[str, float] = {**SHARES, PROCESSES: PROCESSES_SHARE}
+ACTORS = "ray actors"
+ACTORS_SHARE = 0.005  # To start an actor takes longer than to play with it.
+RAY = ("ray", ACTORS)
+OVER: Mapping[str, float] = {**SHARES, PROCESSES: PROCESSES_SHARE, ACTORS: ACTORS_SHARE}
 
 
 def faults_over(over: str, first: int, faults: int) -> Counter[str]:
@@ -38,7 +43,10 @@ def faults_over(over: str, first: int, faults: int) -> Counter[str]:
     """
     if over == PROCESSES:
         return play_in_processes(first, faults)
-    with actors_if(over == "ray"):
+    with actors_if(over in RAY) as actors:
+        if over == ACTORS:
+            assert actors is not None
+            return play_in_actors(first, faults, actors, import_module("ray"))
         return play_many(over, first, faults)
 
 
@@ -63,12 +71,12 @@ class Part(NamedTuple):
 def parts_of(over: Sequence[str], first: int, faults: int, jobs: int) -> Iterator[Part]:
     """Each ground's share, cut so that no process has the rest of it to itself.
 
-    Ray's is one part: a cluster for each process costs more than it saves.
+    Those under Ray are one part each: a cluster for each process costs more than it saves.
     """
     share = sum(OVER[each] for each in over)
-    for each in sorted(over, key=lambda name: name not in ("ray", PROCESSES)):
+    for each in sorted(over, key=lambda name: name not in (*RAY, PROCESSES)):
         count = max(round(faults * OVER[each] / share), 1)
-        pieces = 1 if each == "ray" else min(4 * jobs if jobs > 1 else 1, max(count // 20, 1))
+        pieces = 1 if each in RAY else min(4 * jobs if jobs > 1 else 1, max(count // 20, 1))
         for piece in range(pieces):
             begin, end = (count * at // pieces for at in (piece, piece + 1))
             if end > begin:
@@ -119,9 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write("\n" + wire.encode([played.tally, played.broken]).decode() + "\n")
         sys.stdout.flush()
         os._exit(0)
-    if "ray" in given.over and find_spec("ray") is None:
+    if set(RAY).intersection(given.over) and find_spec("ray") is None:
         print("ray is not installed: nothing is injected over it", flush=True)
-        given.over.remove("ray")
+        given.over = [over for over in given.over if over not in RAY]
     since = time.monotonic()
     tallies: dict[str, Counter[str]] = {over: Counter() for over in given.over}
     failed = 0

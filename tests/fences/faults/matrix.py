@@ -203,11 +203,18 @@ class Actors:
         self._actors: list[Any] = []
         self._lock = threading.Lock()
 
-    def play(self, lives: Sequence[Life], fault: str) -> list[Report]:
+    def play(
+        self, lives: Sequence[Life], fault: str, *, victim: int = VICTIM, is_spent: bool = False
+    ) -> list[Report]:
+        """Let them live, one of them badly; `is_spent` says that its process must not be used
+        again."""
         with self._lock:
             self._actors += [self._member.remote() for _ in lives[len(self._actors) :]]
             seen = self._ray.get([actor.seen.remote() for actor in self._actors], timeout=120)
-            return self._play(lives, fault, [pid for pid, _ in seen])
+            reports = self._play(lives, fault, victim, [pid for pid, _ in seen])
+            if is_spent and len(self._actors) == len(lives):
+                self._ray.kill(self._actors.pop(victim))
+            return reports
 
     def play_and_kill(self, lives: Sequence[Life], victim: int) -> tuple[float, list[Report]]:
         """Kill one while the others wait; when that was, and what the others saw."""
@@ -221,23 +228,26 @@ class Actors:
         self._ray.wait([asked[n] for n in others], num_returns=len(others), timeout=30)
         return killed, self._reports([Report(life) for life in lives], others, gone=victim)
 
-    def _play(self, lives: Sequence[Life], fault: str, pids: Sequence[int]) -> list[Report]:
+    def _play(
+        self, lives: Sequence[Life], fault: str, victim: int, pids: Sequence[int]
+    ) -> list[Report]:
         reports = [Report(life) for life in lives]
         asked = [a.live.remote(life) for a, life in zip(self._actors, together(lives), strict=True)]
-        others = _without_victim(list(range(len(lives))))
+        others = [n for n in range(len(lives)) if n != victim]
         longest_s = 2 * lives[0].deadline_s + HANG_S
         if fault in HOST_ACTS:
-            until_entered(lives[0], SIZE - 1)
+            until_entered(lives[0], len(others))
             host = self._coordinator_pid(lives[0].run)
             os.kill(host, HOST_ACTS[fault])
         self._ray.wait([asked[n] for n in others], num_returns=len(others), timeout=longest_s)
         if fault in HOST_ACTS:
             with suppress(ProcessLookupError):
                 os.kill(host, signal.SIGKILL)
-            return self._reports(reports, others, gone=VICTIM)
+            return self._reports(reports, others, gone=victim)
         if fault in FREEZES:
-            os.kill(pids[VICTIM], signal.SIGCONT)
-        self._ray.wait([asked[VICTIM]], timeout=longest_s)
+            with suppress(ProcessLookupError):
+                os.kill(pids[victim], signal.SIGCONT)
+        self._ray.wait([asked[victim]], timeout=longest_s)
         return self._reports(reports, list(range(len(lives))))
 
     def _reports(

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from tests.fences.faults.campaign import OVER, faults_over, summary
+from tests.fences.faults.campaign import OVER, RAY, faults_over, summary
 
 COUNT = int(os.environ.get("PHASESYNC_FAULTS", "100"))
 TALLIES: dict[str, Counter[str]] = {}
@@ -14,7 +14,7 @@ TALLIES: dict[str, Counter[str]] = {}
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("over", OVER)
 def test_faults_by_chance(over: str, request: pytest.FixtureRequest) -> None:
-    if over == "ray":
+    if over in RAY:
         request.getfixturevalue("shared_ray")
     count = max(round(COUNT * OVER[over]), 1)
     TALLIES[over] = faults_over(over, 0, count)
