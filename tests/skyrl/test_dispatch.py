@@ -144,10 +144,10 @@ def test_partial_weights_serve_nobody(way: str, tmp_path: Path) -> None:
             await made.save_weights_for_sampler()
         said.append(caught.value)
         assert not ours.generates
-        if caught.value.can_retry:
-            made.fails = False
-            await made.save_weights_for_sampler()
-            assert ours.generates
+        made.fails = False
+        await made.save_weights_for_sampler()
+        assert ours.generates
+        assert ours.has_kv
 
     asyncio.run(fails_then_works())
     assert said[0].weights != "intact"
@@ -164,16 +164,88 @@ def test_colocated_an_engine_with_partial_weights_stays_asleep(tmp_path: Path) -
     assert not stock.has_kv
     integration.install(Dispatch, runs=tmp_path, run=tmp_path.name)
     made, ours = dispatch("colocated")
-    made.fails = True
-    with pytest.raises(EpochFailed, match="injected in the transfer") as caught:
-        asyncio.run(made.save_weights_for_sampler())
-    failed = caught.value
+
+    async def fails_then_works() -> EpochFailed:
+        made.fails = True
+        with pytest.raises(EpochFailed, match="injected in the transfer") as caught:
+            await made.save_weights_for_sampler()
+        failed: EpochFailed = caught.value
+        assert (ours.generates, ours.has_kv) == (False, False)
+        assert not any("kv_cache" in call for call in ours.calls)
+        made.fails = False
+        await made.save_weights_for_sampler()
+        return failed
+
+    failed = asyncio.run(fails_then_works())
     assert (failed.weights, failed.can_retry) == ("unknown", False)
     assert failed.poisoned
-    assert (ours.generates, ours.has_kv) == (False, False)
-    assert not any("kv_cache" in call for call in ours.calls)
-    said = "poisoned: rebuild the engine"
+    assert "the next save_weights_for_sampler sends them all again" in failed.__notes__[0]
+    assert (ours.generates, ours.has_kv) == (True, True)
+    said = "stays asleep, and says so"
     row("SkyRL 0.4.0", "the transfer raises (colocated)", "half awake, nothing said", said)
+
+
+class Sick(Client):
+    """A client that fails once, in its first call of this kind."""
+
+    def __init__(self, bad: str) -> None:
+        super().__init__()
+        self._bad = bad
+
+    def __getattr__(self, name: str) -> Any:
+        well = super().__getattr__(name)
+
+        async def call(**named: Any) -> None:
+            if f"{name} {' '.join(named.get('tags', ()))}".strip() == self._bad:
+                self._bad = ""
+                raise RuntimeError("injected in the client")
+            await well(**named)
+
+        return call
+
+
+#: What fails; whether generation goes on, since the weights are whole; whether KV is there then.
+SICK = [
+    ("plain", "pause_generation", True, True),
+    ("plain", "resume_generation", True, True),
+    ("kv to the host", "pause_generation", True, True),
+    # From here on SkyRL has discarded the weights, and nothing may be served until others came.
+    ("kv to the host", "sleep_for_weight_sync", False, True),
+    ("kv to the host", "wake_for_weight_sync weights", False, True),
+    ("kv to the host", "wake_for_weight_sync kv_cache", True, True),
+    ("kv to the host", "resume_generation", True, True),
+    ("kv dropped", "wake_up weights", False, False),
+    ("kv dropped", "wake_up kv_cache", True, True),
+    ("colocated", "wake_up kv_cache", True, True),
+]
+
+
+@pytest.mark.parametrize(("way", "bad", "generates", "has_kv"), SICK)
+def test_whole_weights_serve_and_others_do_not(
+    way: str, bad: str, generates: bool, has_kv: bool, tmp_path: Path
+) -> None:
+    integration.install(Dispatch, runs=tmp_path, run=tmp_path.name)
+    made, client = dispatch(way)
+    made._inference_engine_client = sick = Sick(bad)
+    sick.calls = client.calls
+
+    async def fails_then_works() -> None:
+        with pytest.raises(EpochFailed, match="injected in the client") as caught:
+            await made.save_weights_for_sampler()
+        assert (sick.generates, sick.has_kv) == (generates, has_kv)
+        moved = any(call.startswith("broadcast") for call in sick.calls)
+        assert (sick.calls.count("increment_weight_version") == 1) == (
+            moved and sick.calls[-1] == "resume_generation"
+        ), "what is cached is not of the weights that serve"
+        notes = getattr(caught.value, "__notes__", [])
+        assert bool(notes) is not generates
+        if not generates:
+            assert caught.value.weights != "intact"
+        await made.save_weights_for_sampler()
+        assert (sick.generates, sick.has_kv) == (True, True)
+        await made.save_weights_for_sampler()
+
+    asyncio.run(fails_then_works())
 
 
 def test_the_lines_of_the_migration_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from importlib import import_module
 from itertools import count
 from typing import Any
 
-from phasesync.errors import PlanError
+from phasesync.errors import EngineError, EpochFailed, PlanError
 from phasesync.runtime import RankRunner
 
 __all__ = ("PROTOCOL", "install", "save_weights", "uninstall")
@@ -106,33 +106,60 @@ class _Dispatch:
         self._runner: RankRunner | None = None
         self._model_id: str | None = None
         self._begun: set[str] = set()
+        self._ended: set[str] = set()
+        self._run = ""
+        self._runners = 0
 
     async def sync(self, model_id: str | None) -> None:
         """One sync.
 
         Raises:
-            EpochFailed: a step failed. Generation goes on if no weight was touched; it stays
-                paused, and the epoch may be run again, if they may be partial.
+            EpochFailed: a step failed. Generation goes on if the weights are whole, old or new;
+                it stays paused if they may not be, and the next call sends them all.
         """
         if self._runner is None:
-            run = f"{self._arguments['run']}-{next(_DISPATCHES)}"
-            actions = {name: self._noting(name, getattr(self, f"_{name}")) for name in _STEPS}
-            actions |= {"drop_buckets": _nothing, "restore_kv": self._restore_kv}
-            options = {"release_kv": self._moves_kv()}
-            arguments = {**self._arguments, "run": run, "options": options, "actions": actions}
-            runner = RankRunner(PROTOCOL, rank=0, ranks=1, **arguments)
-            await runner.start()
-            self._runner = runner
-        self._model_id, self._begun = model_id, set()
-        await self._runner.run_epoch()
+            self._runner = await self._started()
+        self._model_id, self._begun, self._ended = model_id, set(), set()
+        try:
+            await self._runner.run_epoch()
+        except EpochFailed as failed:
+            if not self._is_whole:
+                failed.weights = "unknown"
+                failed.add_note(_NOT_WHOLE)
+            if not failed.can_retry:
+                runner, self._runner = self._runner, None
+                await runner.close(failed)
+            raise
         self._of._inference_engine_client.increment_weight_version()
+
+    async def _started(self) -> RankRunner:
+        self._run = self._run or f"{self._arguments['run']}-{next(_DISPATCHES)}"
+        actions = {name: self._noting(name, getattr(self, f"_{name}")) for name in _STEPS}
+        actions |= {"drop_buckets": _nothing, "restore_kv": self._restore_kv}
+        mine = {
+            "run": self._run,
+            "options": {"release_kv": self._moves_kv()},
+            "actions": actions,
+            "attempt": self._arguments.get("attempt", 0) + self._runners,
+            "incarnation": self._runners,
+        }
+        runner = RankRunner(PROTOCOL, rank=0, ranks=1, **{**self._arguments, **mine})
+        await runner.start()
+        self._runners += 1
+        return runner
 
     def _noting(self, name: str, step: Step) -> Step:
         async def act() -> None:
             self._begun.add(name)
             await step()
+            self._ended.add(name)
 
         return act
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the engine has all weights, of one version."""
+        return "transfer" in self._ended or self._begun.isdisjoint(("release_kv", "transfer"))
 
     def _moves_kv(self) -> bool:
         return bool(
@@ -196,15 +223,21 @@ class _Dispatch:
 
     async def _restore_kv(self) -> None:
         """KV returns where that starts nothing; an engine that would serve by it stays asleep."""
-        partial = "transfer" in self._begun
-        if "release_kv" in self._begun and (self._frozen or not partial):
+        client, whole = self._of._inference_engine_client, self._is_whole
+        if "release_kv" in self._begun and "resume_kv" not in self._ended:
+            if not (whole or self._frozen):
+                raise EngineError(_NOT_WHOLE)
             await self._wake("kv_cache")
-        elif "release_kv" in self._begun:
-            raise PlanError("the engine may hold partial weights; it stays asleep")
-        if not partial and self._frozen and "pause" in self._begun:
-            await self._of._inference_engine_client.resume_generation()
+        if whole and self._frozen and "pause" in self._begun:
+            if "transfer" in self._ended:
+                client.increment_weight_version()  # What is cached is of the weights before.
+            await client.resume_generation()
 
 
+_NOT_WHOLE = (
+    "the engine's weights are not whole, so it serves nobody; the next save_weights_for_sampler "
+    "sends them all again"
+)
 _STEPS = (
     "pause",
     "release_kv",
