@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +64,7 @@ class Replica:
 
     def __init__(self, log: list[str], fails_in: str) -> None:
         self._log = log
+        self.config = SimpleNamespace(name="sglang", free_cache_engine=True)
         self.has_kv = self.generates = True
         self.workers = [WORKER.remote(fails_in)]
 
@@ -161,7 +163,15 @@ _rows: dict[str, str] = {}
 class Late:
     """A replica that takes its time, knows what it has, and fails where and as often as told."""
 
-    def __init__(self, number: int, worker: Any, fails: dict[str, int], log: list[str]) -> None:
+    def __init__(
+        self,
+        number: int,
+        worker: Any,
+        fails: dict[str, int],
+        log: list[str],
+        rollout: str = "sglang",
+    ) -> None:
+        self.config = SimpleNamespace(name=rollout, free_cache_engine=True)
         self._name, self._fails, self._log = f"replica {number}", fails, log
         self.has_kv = self.generates = True
         self.workers = [worker]
@@ -255,7 +265,9 @@ def test_one_that_fails_keeps_no_other_replica_from_its_kv(
             with pytest.raises(EpochFailed, match="injected in") as caught:
                 await managed.update_weights(1)
             assert [str(replica) for replica in replicas] == after
-            assert "".join(getattr(caught.value, "__notes__", [])).startswith(lacking)
+            notes = getattr(caught.value, "__notes__", [])
+            assert not lacking or notes[-1].startswith(lacking)
+            assert (caught.value.weights == "unknown") is (after == CLOSED)
             assert caught.value.can_retry is not bool(lacking)
             await asyncio.sleep(0.3)
             assert [str(replica) for replica in replicas] == after, "nothing goes on behind"
@@ -271,6 +283,31 @@ def test_one_that_fails_keeps_no_other_replica_from_its_kv(
     finally:
         integration.uninstall()
     assert [str(replica) for replica in replicas] == later
+
+
+def test_vllm_releases_its_weights_along_with_its_kv(workers: list[Any], tmp_path: Path) -> None:
+    """verl makes it sleep at level 2, and wakes weights that are no longer there."""
+    ray.get([each.fail.remote({}) for each in workers])
+    ray.get(workers[0].fail.remote({"prepare": 1}))
+    kinds = ("vllm", "sglang", "vllm")
+    replicas = [Late(at, workers[at], {}, [], kinds[at]) for at in range(3)]
+    replicas[2].config.free_cache_engine = False
+    integration.install("enforce", runs=str(tmp_path), run="job")
+    try:
+        managed = CheckpointEngineManager(Config(), Senders([], workers[3]), replicas)
+
+        async def both() -> None:
+            with pytest.raises(EpochFailed, match="injected in prepare") as caught:
+                await managed.update_weights(1)
+            assert [str(replica) for replica in replicas] == [CLOSED[0], WELL[0], WELL[0]]
+            assert caught.value.can_retry
+            assert "1 of 3 replicas have weights that may not be whole" in caught.value.__notes__[0]
+            await managed.update_weights(2)
+
+        asyncio.run(both())
+    finally:
+        integration.uninstall()
+    assert [str(replica) for replica in replicas] == WELL
 
 
 def test_what_a_dead_worker_held_died_with_it(workers: list[Any], tmp_path: Path) -> None:

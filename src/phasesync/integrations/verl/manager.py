@@ -4,7 +4,8 @@ verl's own body runs its steps in order and nothing else: a transfer that fails 
 aborted, gated and without KV. What must survive edits: the calls and their order are verl's, every
 replica that can have its KV again has it after a failure, however many others fail to, none is
 asked for what it has already (SGLang's scheduler dies of that), nothing is put back while a replica
-is still at what failed, and generation is resumed only on whole weights.
+is still at what failed, and generation is resumed only on whole weights. verl has vLLM release its
+KV by a sleep that discards the weights too, so there they are whole again only after a transfer.
 """
 
 import asyncio
@@ -27,6 +28,8 @@ __all__ = ("PROTOCOL", "Disaggregated", "manager_body")
 
 PROTOCOL = "disagg_broadcast"
 STOPPED_WITHIN_S = 60.0  # After one has failed, the others have so long to end their part.
+#: Rollouts that release their KV and nothing else; of another one nobody knows what it kept.
+_KEEP_WEIGHTS = ("sglang", "trtllm")
 #: The manager's steps over all replicas, and what each replica is asked to do.
 _REPLICAS = {
     "abort_replicas": "abort_all_requests",
@@ -124,9 +127,10 @@ class Disaggregated:
         """One sync; its metrics, as verl's body returns them.
 
         Raises:
-            EpochFailed: a step failed. KV is back everywhere; generation is resumed if no weight
-                was touched or all were sent, and stays closed if they may be partial. Where
-                `can_retry` is false a note says who could not be put back.
+            EpochFailed: a step failed. KV is back everywhere; generation is resumed where the
+                weights are whole, old or new, and stays closed where they may not be, which a note
+                says: the next call sends them all. Where `can_retry` is false another note says
+                who could not be put back.
         """
         assert self._runner is not None
         self._global_steps, self._metrics = global_steps, {}
@@ -134,6 +138,13 @@ class Disaggregated:
         try:
             await self._runner.run_epoch()
         except EpochFailed as failed:
+            closed = [each for each in self._replicas if not self._is_whole(each)]
+            if closed:
+                failed.weights = "unknown"
+                failed.add_note(
+                    f"{len(closed)} of {len(self._replicas)} replicas have weights that may not be "
+                    "whole and serve nobody; the next update_weights sends them all again"
+                )
             if not failed.can_retry:
                 await self._forget(failed)
                 if self._lacking:
@@ -308,6 +319,12 @@ class Disaggregated:
                 held.append(f"{type(cause).__name__}: {cause}")
         return held
 
+    def _is_whole(self, replica: Any) -> bool:
+        """Whether the replica has all weights, of one version."""
+        if "transfer" in self._begun:
+            return "transfer" in self._ended
+        return "release_kv" not in self._begun or _keeps_weights(replica)
+
     async def _restore_kv(self) -> None:
         if left := await self._put_back():
             self._cannot(left)
@@ -324,11 +341,17 @@ class Disaggregated:
         if "release_kv" in self._begun:
             has = self._did.get("resume_kv_cache", set())
             bad = await self._on_each("resume_kv_cache", sorted(everybody - has))
-        if "transfer" not in self._begun or "transfer" in self._ended:
-            serves = self._did.get("resume_generation", set())
-            lacks = sorted(everybody - serves - set(bad))
-            bad |= await self._on_each("resume_generation", lacks)
+        whole = {number for number in everybody if self._is_whole(self._replicas[number])}
+        lacks = whole - self._did.get("resume_generation", set()) - set(bad)
+        bad |= await self._on_each("resume_generation", sorted(lacks))
         return [
             f"replica {number} could not be put back: {type(error).__name__}: {error}"
             for number, error in bad.items()
         ]
+
+
+def _keeps_weights(replica: Any) -> bool:
+    """Whether weights outlive a release of the KV cache there."""
+    config = getattr(replica, "config", None)
+    frees = getattr(config, "free_cache_engine", True)
+    return not frees or getattr(config, "name", None) in _KEEP_WEIGHTS
