@@ -21,6 +21,7 @@ from phasesync.core.fence_keys import (
     Wait,
 )
 from phasesync.core.model import Opened, Rank
+from phasesync.fences import lines
 from phasesync.fences.direct import DirectLine, rehearsal
 from phasesync.fences.lines import Lines, nothing
 from phasesync.fences.store import StoreFences
@@ -44,9 +45,9 @@ def test_which_stores_need_threads(name: str, threads: int, tmp_path: Path) -> N
         await world.open()
         got = await world.all_arrive(world.call(0))
         assert all(isinstance(each, Opened) for each in got)
-        lines = [t for t in threading.enumerate() if t.name.startswith("phasesync.")]
+        seen = [t for t in threading.enumerate() if t.name.startswith("phasesync.")]
         await world.close()
-        assert len(lines) >= threads if threads else not lines, lines
+        assert len(seen) >= threads if threads else not seen, seen
         if hasattr(store, "list_keys"):
             assert not [key for key in store.list_keys() if "ps/" in key]
 
@@ -73,6 +74,40 @@ def test_no_thread_is_needed_whatever_the_prefixes_are(prefixes: tuple[str, ...]
         assert all(isinstance(each, Opened) for each in got)
         await world.close()
         assert not [key for key in base.list_keys() if "ps/" in key]
+
+    asyncio.run(check())
+
+
+def test_a_prefix_that_cannot_be_found_out_is_gone_by_with_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before torch 2.11 a store does not list its keys."""
+
+    class Older:
+        def __init__(self, store: Any) -> None:
+            self._store = store
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "list_keys":
+                raise AttributeError(name)
+            return getattr(self._store, name)
+
+    base_of = lines._base_of
+    monkeypatch.setattr(lines, "_base_of", lambda store: Older(base_of(store)))
+
+    async def check() -> None:
+        dist: Any = import_module("torch.distributed")
+        store = dist.PrefixStore("default_pg", tcp_store())
+
+        def make(run: str, rank: Rank, incarnation: int) -> StoreFences:
+            return StoreFences(store, rank=rank, run=run, incarnation=incarnation)
+
+        world = FenceWorld(make, 2)
+        await world.open()
+        assert [each._lines.are_direct for each in world.ends.values()] == [False, False]  # type: ignore[attr-defined]
+        got = await world.all_arrive(world.call(0))
+        assert all(isinstance(each, Opened) for each in got)
+        await world.close()
 
     asyncio.run(check())
 

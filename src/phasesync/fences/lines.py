@@ -510,7 +510,9 @@ def _lay_out(store: "Store", key: str, nonce: bytes) -> tuple[Client, Way | None
     client.perform(Read(key))  # The reply proves that it is there.
     address, prefix = client.address, "/"
     base = _base_of(store)
-    if base is not store:
+    if base is not store and not hasattr(base, "list_keys"):
+        prefix = ""  # Older than torch 2.11: there are threads then.
+    elif base is not store:
         beside = f"{key}/base"
         base.set(beside, nonce)
         names = base.list_keys()
