@@ -199,6 +199,17 @@ def test_releases_that_do_not_fit_are_refused_in_one_line(monkeypatch: pytest.Mo
     )
 
 
+def test_what_ray_adds_to_an_actors_methods_is_nobodys_argument() -> None:
+    async def update_weights(
+        self: Any, global_steps: Any = None, mode: str = "auto", _ray_trace_ctx: Any = None
+    ) -> None:
+        """As Ray leaves it."""
+
+    found: Any = module()
+    found.ActorRolloutRefWorker.update_weights = update_weights
+    assert worker_class(found) is found.ActorRolloutRefWorker
+
+
 def test_the_signature_is_kept(tmp_path: Path) -> None:
     stock = module().ActorRolloutRefWorker.update_weights
     _, cls = installed(tmp_path)

@@ -6,6 +6,7 @@ Engine, rollout and device are those of `tests.verl.rank`; memory is shared thro
 import fcntl
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import verl.workers.engine_workers as ew
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.import_utils import import_external_libs
 
 from tests.verl.ledger import Ledger
 from tests.verl.rank import Job, Run, modules_with_device
@@ -82,3 +84,11 @@ class RayRank(ew.ActorRolloutRefWorker):  # type: ignore[misc]
         """Change the rollout's configuration between two syncs."""
         for name, value in rollout.items():
             self.config.rollout[name] = value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    def import_late(self) -> list[str]:
+        """As verl's configuration does with `custom_backend_module`; what is warned of."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            import_external_libs("phasesync.integrations.verl.auto")
+        return [str(each.message) for each in caught]

@@ -35,11 +35,11 @@ def _ray() -> Iterator[None]:
     ray.shutdown()
 
 
-def group(runs: Path, job: Job, mode: str = "enforce") -> Any:
+def group(runs: Path, job: Job, mode: str = "enforce", *, named: bool = True) -> Any:
     """verl's worker group over `RANKS` actors; phasesync comes by its environment variables."""
     environment = {
         "PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))),
-        "VERL_USE_EXTERNAL_MODULES": "phasesync.integrations.verl.auto",
+        "VERL_USE_EXTERNAL_MODULES": "phasesync.integrations.verl.auto" if named else "",
         "PHASESYNC": mode,
         "PHASESYNC_RUNS": str(runs),
         "PHASESYNC_RUN": "job",
@@ -148,3 +148,13 @@ def test_a_plan_that_changes_between_syncs(tmp_path: Path) -> None:
     # Who stayed behind has left that plan too: all begin anew as soon as all are told the same.
     workers.reconfigure(name="vllm", free_cache_engine=False)
     assert sync(workers, 4) == [None] * RANKS
+
+
+def test_who_comes_after_ray_has_taken_the_methods_says_so(tmp_path: Path) -> None:
+    """verl's configuration names the module late; workers that are actors themselves keep stock."""
+    workers = group(tmp_path / "runs", Job(ranks=RANKS, replica=RANKS), named=False)
+    for (said,) in workers.import_late():
+        assert "too late to this actor: Ray has taken its methods" in said
+        assert "in $VERL_USE_EXTERNAL_MODULES, in the job's runtime_env" in said
+    assert sync(workers, 1) == [None] * RANKS
+    assert not list(tmp_path.rglob("*.jsonl")), "as it says, verl's own body ran"

@@ -125,9 +125,25 @@ def _replace(name: str) -> None:
         return
     if cls in _stock:
         return  # Importing it has told who waited for that.
+    if _is_ray_ahead(cls):
+        why = (
+            "phasesync comes too late to this actor: Ray has taken its methods by now, and its "
+            "colocated syncs run verl's own body; name phasesync.integrations.verl.auto in "
+            f"${_EXTERNAL}, in the job's runtime_env"
+        )
+        warnings.warn(why, RuntimeWarning, stacklevel=3)
     stock = cls.update_weights
     cls.update_weights = body(stock, module, settings)
     _stock[cls] = stock
+
+
+def _is_ray_ahead(cls: type) -> bool:
+    """Whether this process is an actor of that class itself: Ray calls the methods that it found
+    when it loaded the class. An actor that holds such workers asks them anew at each call."""
+    ray = sys.modules.get("ray")
+    worker = getattr(getattr(getattr(ray, "_private", None), "worker", None), "global_worker", None)
+    actors = getattr(worker, "actors", None) or {}
+    return any(isinstance(actor, cls) for actor in actors.values())
 
 
 def _module(name: str) -> Any:

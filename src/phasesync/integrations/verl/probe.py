@@ -56,7 +56,8 @@ def _class(module: ModuleType, name: str, takes: tuple[str, ...]) -> Any:
     method = getattr(cls, "update_weights", None)
     if cls is None or method is None:
         raise _refusal(f"{module.__name__} has no {name}.update_weights")
-    found = tuple(inspect.signature(method).parameters)
+    # Ray adds one of its own, `_ray_trace_ctx`, to the methods of what it has made an actor.
+    found = tuple(name for name in inspect.signature(method).parameters if name[0] != "_")
     if found != takes:
         raise _refusal(
             f"{name}.update_weights takes ({', '.join(found)}), not ({', '.join(takes)})"
