@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,8 @@ from phasesync.fences.store import StoreFences
 from phasesync.fences.tcp import TcpCoordinator, TcpFences
 from phasesync.runtime import EpochReport, RankRunner
 from phasesync.spec import loads
-from tests.fences.processes import (
-    SERVER,
-    Host,
-    Part,
-    end,
-    hosted,
-    live,
-    rank_of,
-    results,
-    running,
-    store_client,
-)
+from tests.fences.faults.ranks import Life, board, play
+from tests.fences.processes import SERVER, end, hosted, rank_of, store_client
 from tests.fences.test_conformance import tcp_store
 
 T0, T1 = (Rank(RoleName("trainer"), n) for n in range(2))
@@ -248,33 +237,29 @@ def test_a_rank_stuck_in_native_code_is_told_as_silent(tmp_path: Path) -> None:
 # --- A death on another host -----------------------------------------------------------------
 
 
-def rank_abroad(part: Part, results: Connection) -> None:
-    """A rank on a host of its own, as far as it and the others can tell."""
-    host = f"host-{part.number}"
-    client = store_client(part.address)
-    fences = StoreFences(client, rank=rank_of(part.number), run=part.run, host=host)
-    results.send(asyncio.run(live(part, fences)))
-
-
 def test_a_rank_killed_on_another_host_is_known_at_once_and_one_that_leaves_is_not_dead() -> None:
-    with hosted() as host:
-        address = ("tcp", host.address)
-        parts = [
-            Part(number=n, size=4, run="abroad", address=address, deadline_s=30.0) for n in range(4)
-        ]
-        parts[2] = replace(parts[2], act="killed", acts_at=2)
-        with running(rank_abroad, parts) as started:
-            seen = results(started, 25.0)
-        assert sorted(seen) == [0, 1, 3]
-        for each in seen.values():
-            assert [outcome for outcome, _ in each.outcomes] == ["open", "open", "broken"]
-            assert (each.last[1].kind, each.last[1].ranks) == ("dead", (rank_of(2),))
-            assert "closed its connection to another host" in each.last[1].error
-            assert each.waited_s[-1] < 5.0, "far from the deadline"
-        well = [replace(part, run="left", act="well") for part in parts]
-        with running(rank_abroad, well) as started:
-            seen = results(started, 25.0)
-        assert {each.last[0] for each in seen.values()} == {"open"}
-        assert not [key for key in Host.keys(host) if "/left/" in key], (
-            "nothing is left of that run"
+    """Each of the ranks is on a host of its own, as far as it and the others can tell."""
+    with hosted() as host, board() as name, board() as other_name:
+        base = Life(
+            number=0,
+            size=4,
+            hosts=4,
+            run="abroad",
+            transport="store",
+            address=host.address,
+            board=name,
+            deadline_s=30.0,
+            at=2,
         )
+        lives = [replace(base, number=n, act="killed" if n == 2 else "well") for n in range(4)]
+        reports = [report for report in play(lives) if report.life.number != 2]
+        for report in reports:
+            assert [record.kind for record in report.came_to] == ["open", "open", "broken"]
+            assert report.cause is not None
+            assert (report.cause.kind, report.cause.ranks) == ("dead", (rank_of(2),))
+            assert "closed its connection to another host" in (report.cause.error or "")
+            assert report.came_to[-1].waited_s < 5.0, "far from the deadline"
+        well = [replace(life, run="left", act="well", board=other_name) for life in lives]
+        assert {report.last.kind for report in play(well)} == {"open"}
+        keys = host.keys()
+    assert not [key for key in keys if "/left/" in key], "nothing is left of that run"

@@ -5,7 +5,8 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,20 +15,18 @@ import pytest
 from phasesync.core.model import Broken, RootCause
 from phasesync.errors import FenceBroken
 from phasesync.fences.store import StoreFences
-from tests.fences.processes import (
-    Host,
-    Part,
-    Seen,
-    arrival_of,
-    call_of,
-    hosted,
-    lonely_store_rank,
-    rank_of,
-    results,
-    running,
-    store_client,
-    store_rank,
+from tests.fences.faults.ranks import (
+    Life,
+    Report,
+    Started,
+    board,
+    endpoint_of,
+    listen,
+    play,
+    started,
+    until_entered,
 )
+from tests.fences.processes import Host, hosted, rank_of, store_client
 
 SIZE = 4
 VICTIM = 2
@@ -40,74 +39,92 @@ def host() -> Iterator[Host]:
         yield host
 
 
-def parts(host: Host, **bad: Any) -> list[Part]:
-    """Four ranks; the victim gets what is `bad`."""
-    run = secrets.token_hex(4)
-    base = Part(number=0, size=SIZE, run=run, address=("tcp", host.port))
-    all_of_them = [replace(base, number=n) for n in range(SIZE)]
-    all_of_them[VICTIM] = replace(all_of_them[VICTIM], **bad)
-    return all_of_them
+@contextmanager
+def lives(host: Host, common: Mapping[str, Any] | None = None, **bad: Any) -> Iterator[list[Life]]:
+    """Four ranks with what they have in `common`; the victim also gets what is `bad`."""
+    with board() as name:
+        base = Life(
+            number=0,
+            size=SIZE,
+            run=secrets.token_hex(4),
+            transport="store",
+            address=host.address,
+            board=name,
+            **(common or {}),
+        )
+        yield [replace(base, number=n, **(bad if n == VICTIM else {})) for n in range(SIZE)]
 
 
-def causes(seen: dict[int, Seen]) -> set[RootCause]:
-    assert {who.last[0] for who in seen.values()} == {"broken"}, seen
-    return {who.last[1] for who in seen.values()}
+def survivors(begun: Sequence[Started]) -> list[Report]:
+    return [each.report for each in begun if each.report.life.number != VICTIM]
 
 
-def max_lag(seen: dict[int, Seen]) -> float:
+def cause_of(reports: Sequence[Report]) -> RootCause:
+    """The one root cause of all."""
+    assert {report.came_to[-1].kind for report in reports} == {"broken"}, reports
+    (cause,) = {report.cause for report in reports}
+    assert cause is not None
+    return cause
+
+
+def last_end(reports: Sequence[Report]) -> float:
+    return max(report.came_to[-1].ended_at for report in reports)
+
+
+def longest_wait(reports: Sequence[Report]) -> float:
+    return max(report.came_to[-1].waited_s for report in reports)
+
+
+def max_lag(reports: Sequence[Report]) -> float:
     """What a busy machine adds."""
-    return max(who.lag_s for who in seen.values())
+    return max(report.ending.lag_s if report.ending else 0.0 for report in reports)
 
 
-def no_lag(seen: dict[int, Seen]) -> None:
-    assert max_lag(seen) < 1.0, seen
+def no_lag(reports: Sequence[Report]) -> None:
+    assert max_lag(reports) < 1.0, reports
 
 
 def test_ranks_pass_together_and_leave_no_key(host: Host) -> None:
-    with running(store_rank, [replace(p, generations=30) for p in parts(host)]) as started:
-        seen = results(started, WITHIN_S)
-    assert len(seen) == SIZE
-    assert all(len(who.outcomes) == 30 for who in seen.values())
+    with lives(host, {"generations": 30}) as ranks:
+        reports = play(ranks, WITHIN_S)
     for generation in range(30):
-        assert len({who.outcomes[generation] for who in seen.values()}) == 1
-    no_lag(seen)
+        assert len({report.records[generation].verdict for report in reports}) == 1
+    assert {record.kind for report in reports for record in report.records} == {"open"}
+    assert [len(report.records) for report in reports] == [30] * SIZE
+    no_lag(reports)
     assert host.keys() == []
 
 
 def test_a_late_rank_does_not_pass_alone(host: Host) -> None:
-    late = [replace(p, deadline_s=0.6) for p in parts(host, act="late", late_s=1.5)]
-    with running(store_rank, late) as started:
-        seen = results(started, WITHIN_S)
-    assert len(seen) == SIZE
-    (cause,) = causes(seen)
-    assert cause.kind == "deadline"
-    assert cause.missing == (rank_of(VICTIM),)
-    no_lag(seen)
+    with lives(host, {"deadline_s": 0.6}, act="late", late_s=1.5) as ranks:
+        reports = play(ranks, WITHIN_S)
+    cause = cause_of(reports)
+    assert (cause.kind, cause.missing) == ("deadline", (rank_of(VICTIM),))
+    no_lag(reports)
     assert host.keys() == []
 
 
 @pytest.mark.parametrize(
-    ("act", "kind"), [("fails", "failed"), ("digest", "digest"), ("epoch", "disagreement")]
+    ("act", "kind"), [("fails", "failed"), ("options", "digest"), ("epoch", "disagreement")]
 )
 def test_what_one_rank_brings_reaches_all(host: Host, act: str, kind: str) -> None:
-    with running(store_rank, parts(host, act=act)) as started:
-        seen = results(started, WITHIN_S)
-    assert len(seen) == SIZE
-    (cause,) = causes(seen)
+    with lives(host, act=act) as ranks:
+        reports = play(ranks, WITHIN_S)
+    cause = cause_of(reports)
     assert (cause.kind, cause.ranks) == (kind, (rank_of(VICTIM),))
-    assert max(who.waited_s[-1] for who in seen.values()) < 2
+    assert longest_wait(reports) < 2
     assert host.keys() == []
 
 
 def test_a_killed_rank_is_known_as_soon_as_it_is_reported(host: Host) -> None:
-    slow = [replace(p, deadline_s=30.0) for p in parts(host, act="killed")]
+    """Where the ranks cannot see each other's processes."""
     cause = RootCause(kind="dead", ranks=(rank_of(VICTIM),), error="killed by signal 9")
 
-    async def launcher(process: Any) -> float:
+    async def launcher(life: Life, process: Any) -> float:
         """Connects first, as a launcher does, and then tells what it sees."""
-        observer = StoreFences.observer(store_client(("tcp", host.port)), run=slow[0].run)
+        observer = StoreFences.observer(store_client(("tcp", host.port)), run=life.run)
         await observer.connect()
-        host.wait_until_at(slow[0], 1, SIZE - 1)
+        until_entered(life, SIZE - 1)
         process.join(WITHIN_S)
         assert process.exitcode == -signal.SIGKILL
         reported = time.monotonic()
@@ -115,28 +132,28 @@ def test_a_killed_rank_is_known_as_soon_as_it_is_reported(host: Host) -> None:
         await observer.close()
         return reported
 
-    with running(lonely_store_rank, slow) as started:
-        reported = asyncio.run(launcher(started[VICTIM][0]))
-        seen = results(started, WITHIN_S)
-    assert sorted(seen) == [0, 1, 3]
-    assert causes(seen) == {cause}
-    assert max(who.ended_at[-1] for who in seen.values()) - reported < 0.5 + max_lag(seen)
-    no_lag(seen)
-    asyncio.run(sweep(host, slow[0].run))
+    slow = {"deadline_s": 30.0, "is_lonely": True}
+    with lives(host, slow, act="killed") as ranks, started(ranks) as begun:
+        reported = asyncio.run(launcher(ranks[0], begun[VICTIM].process))
+        assert listen(begun, WITHIN_S) == []
+    reports = survivors(begun)
+    assert cause_of(reports) == cause
+    assert last_end(reports) - reported < 0.5 + max_lag(reports)
+    no_lag(reports)
+    asyncio.run(sweep(host, ranks[0].run))
     assert host.keys() == []
 
 
 def test_a_killed_neighbour_is_known_without_a_launcher(host: Host) -> None:
-    slow = [replace(p, deadline_s=30.0) for p in parts(host, act="killed")]
-    with running(store_rank, slow) as started:
-        started[VICTIM][0].join(WITHIN_S)
+    with lives(host, {"deadline_s": 30.0}, act="killed") as ranks, started(ranks) as begun:
+        begun[VICTIM].process.join(WITHIN_S)
         died = time.monotonic()
-        seen = results(started, WITHIN_S)
-    assert sorted(seen) == [0, 1, 3]
-    (cause,) = causes(seen)
+        assert listen(begun, WITHIN_S) == []
+    reports = survivors(begun)
+    cause = cause_of(reports)
     assert (cause.kind, cause.ranks) == ("dead", (rank_of(VICTIM),))
-    assert max(who.ended_at[-1] for who in seen.values()) - died < 1 + max_lag(seen)
-    asyncio.run(sweep(host, slow[0].run))
+    assert last_end(reports) - died < 1 + max_lag(reports)
+    asyncio.run(sweep(host, ranks[0].run))
     assert host.keys() == []
 
 
@@ -149,13 +166,9 @@ async def sweep(host: Host, run: str) -> None:
 def test_a_frozen_rank_is_named_at_the_deadline_and_does_not_pass_when_it_wakes(
     host: Host,
 ) -> None:
-    with running(store_rank, [replace(p, deadline_s=1.0) for p in parts(host, act="frozen")]) as s:
-        living = {n: s[n] for n in s if n != VICTIM}
-        seen = results(living, WITHIN_S)
-        os.kill(s[VICTIM][0].pid, signal.SIGCONT)
-        seen |= results({VICTIM: s[VICTIM]}, WITHIN_S)
-    assert len(seen) == SIZE
-    (cause,) = causes(seen)
+    with lives(host, {"deadline_s": 1.0}, act="frozen") as ranks:
+        reports = play(ranks, WITHIN_S)
+    cause = cause_of(reports)
     assert cause.missing == (rank_of(VICTIM),)
     assert f"{rank_of(VICTIM)} is stopped (process" in (cause.error or "")
 
@@ -168,14 +181,23 @@ def test_a_store_that_stood_still_for_less_than_a_deadline_changes_no_root_cause
     monkeypatch.setattr("phasesync.fences.store.ANSWER_S", 0.2)
 
     async def check(host: Host) -> None:
-        base = Part(number=0, size=3, run="stood-still", address=("tcp", host.port), deadline_s=9.0)
-        ends = [
-            StoreFences(store_client(base.address), rank=rank_of(n), run=base.run) for n in range(3)
+        ranks = [
+            Life(
+                number=n,
+                size=3,
+                run="stood-still",
+                transport="store",
+                address=host.address,
+                board="",
+                deadline_s=9.0,
+            )
+            for n in range(3)
         ]
+        ends = [endpoint_of(life) for life in ranks]
         await asyncio.gather(*(end.connect() for end in ends))
-        call = call_of(base, 0)
+        call = ranks[0].call(0)
         causes = [RootCause(kind="failed", ranks=(rank_of(n),), error="no") for n in range(3)]
-        arrivals = [arrival_of(replace(base, number=n), call) for n in range(3)]
+        arrivals = [life.arrival(call) for life in ranks]
         waiting = asyncio.ensure_future(ends[0].arrive(call, arrivals[0]))
         while len(await ends[1].missing(call)) > 2:
             await asyncio.sleep(0.01)
@@ -201,13 +223,14 @@ def test_a_store_that_stood_still_for_less_than_a_deadline_changes_no_root_cause
 
 @pytest.mark.parametrize("signal_number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_store_that_is_gone_is_lost_within_a_second_of_the_deadline(signal_number: int) -> None:
-    with hosted() as host:
-        waiting = [replace(p, deadline_s=2.0) for p in parts(host, act="late", late_s=30.0)]
-        with running(store_rank, waiting) as started:
-            host.wait_until_at(waiting[0], 1, SIZE - 1)
-            os.kill(host.process.pid, signal_number)
-            del started[VICTIM]
-            seen = results(started, WITHIN_S)
-    assert sorted(seen) == [0, 1, 3]
-    assert {who.last[0] for who in seen.values()} == {"lost"}, seen
-    assert max(who.waited_s[-1] for who in seen.values()) < 2.0 + 1.0 + 0.3 + max_lag(seen)
+    with (
+        hosted() as host,
+        lives(host, {"deadline_s": 2.0}, act="late", late_s=30.0) as ranks,
+        started(ranks) as begun,
+    ):
+        until_entered(ranks[0], SIZE - 1)
+        os.kill(host.process.pid, signal_number)
+        listen([each for each in begun if each.report.life.number != VICTIM], WITHIN_S)
+    reports = survivors(begun)
+    assert {report.came_to[-1].kind for report in reports} == {"lost"}, reports
+    assert longest_wait(reports) < 2.0 + 1.0 + 0.3 + max_lag(reports)

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,17 +20,8 @@ from phasesync.core.model import Opened, Rank, RoleName
 from phasesync.errors import FenceBroken, PlanError, StoreLost
 from phasesync.fences.tcp import TcpCoordinator, TcpFences
 from phasesync.testing import FenceWorld, arrives, failure_of
-from tests.fences.processes import (
-    Host,
-    Part,
-    call_of,
-    hosted,
-    rank_of,
-    results,
-    running,
-    tcp_host,
-    tcp_rank,
-)
+from tests.fences.faults.ranks import Life, board, listen, started, until_entered
+from tests.fences.processes import Host, hosted, rank_of, tcp_host
 
 T0 = Rank(RoleName("trainer"), 0)
 SIZE = 4
@@ -243,46 +234,49 @@ def host() -> Iterator[Host]:
         yield host
 
 
-def parts(host: Host, **bad: Any) -> list[Part]:
-    base = Part(number=0, size=SIZE, run=secrets.token_hex(4), address=host.address)
-    all_of_them = [replace(base, number=n, deadline_s=20.0) for n in range(SIZE)]
-    all_of_them[VICTIM] = replace(all_of_them[VICTIM], **bad)
-    return all_of_them
+@contextmanager
+def lives(host: Host, *, deadline_s: float, **bad: Any) -> Iterator[list[Life]]:
+    """Four ranks; the victim gets what is `bad`."""
+    with board() as name:
+        base = Life(
+            number=0,
+            size=SIZE,
+            run=secrets.token_hex(4),
+            transport="tcp",
+            address=host.address,
+            board=name,
+            deadline_s=deadline_s,
+        )
+        yield [replace(base, number=n, **(bad if n == VICTIM else {})) for n in range(SIZE)]
 
 
 def test_a_killed_rank_is_known_at_once_without_a_launcher(host: Host) -> None:
-    with running(tcp_rank, parts(host, act="killed")) as started:
-        started[VICTIM][0].join(WITHIN_S)
+    with lives(host, deadline_s=20.0, act="killed") as ranks, started(ranks) as begun:
+        begun[VICTIM].process.join(WITHIN_S)
         died = time.monotonic()
-        seen = results(started, WITHIN_S)
-    assert sorted(seen) == [0, 1, 3]
-    causes = {who.last[1] for who in seen.values()}
-    (cause,) = causes
+        assert listen(begun, WITHIN_S) == []
+    reports = [each.report for each in begun if each is not begun[VICTIM]]
+    (cause,) = {report.cause for report in reports}
+    assert cause is not None
     assert (cause.kind, cause.ranks) == ("dead", (rank_of(VICTIM),))
-    assert max(who.ended_at[-1] for who in seen.values()) - died < 1
-
-
-async def all_wait_for_the_victim(part: Part) -> None:
-    onlooker = TcpFences(part.address, rank=rank_of(99), run=part.run, token="secret")
-    await onlooker.connect()
-    while await onlooker.missing(call_of(part, 1)) != (rank_of(VICTIM),):
-        await asyncio.sleep(0.02)
-    await onlooker.close()
+    assert max(report.came_to[-1].ended_at for report in reports) - died < 1
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_coordinator_that_is_gone_is_lost(signal_number: int) -> None:
-    with hosted(tcp_host) as host:
-        waiting = parts(host, act="late", late_s=30.0)
-        with running(tcp_rank, [replace(p, deadline_s=3.0) for p in waiting]) as started:
-            asyncio.run(all_wait_for_the_victim(waiting[0]))
-            os.kill(host.process.pid, signal_number)
-            del started[VICTIM]
-            seen = results(started, WITHIN_S)
-    assert sorted(seen) == [0, 1, 3]
-    assert {who.last[0] for who in seen.values()} == {"lost"}
-    lag = max(who.lag_s for who in seen.values())
-    assert max(who.waited_s[-1] for who in seen.values()) < 3.0 + 1.0 + 0.3 + lag
+    with (
+        hosted(tcp_host) as host,
+        lives(host, deadline_s=3.0, act="late", late_s=30.0) as ranks,
+        started(ranks) as begun,
+    ):
+        until_entered(ranks[0], SIZE - 1)
+        os.kill(host.process.pid, signal_number)
+        waiting = [each for each in begun if each is not begun[VICTIM]]
+        assert listen(waiting, WITHIN_S) == []
+    reports = [each.report for each in waiting]
+    assert {report.came_to[-1].kind for report in reports} == {"lost"}
+    lag = max(report.ending.lag_s for report in reports if report.ending)
+    assert max(report.came_to[-1].waited_s for report in reports) < 3.0 + 1.0 + 0.3 + lag
     assert lag < 1
 
 

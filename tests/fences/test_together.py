@@ -2,8 +2,6 @@
 happens when it ends, stands still, or is nobody's friend."""
 
 import asyncio
-import os
-import signal
 import socket
 from collections import Counter
 from collections.abc import Coroutine, Iterator
@@ -26,14 +24,8 @@ from phasesync.fences.store import StoreFences
 from phasesync.fences.tcp import TcpCoordinator
 from phasesync.fences.wards import Wards, address_of
 from phasesync.testing import FenceWorld, arrives, failure_of
-from tests.fences.processes import (
-    Part,
-    hosted,
-    rank_of,
-    results,
-    running,
-    store_rank,
-)
+from tests.fences.faults.ranks import Life, Report, board, play
+from tests.fences.processes import hosted, rank_of
 from tests.fences.test_conformance import tcp_store
 
 MESSAGES = {"Append": 1, "Count": 2, "Put": 1, "Get": 2, "Wait": 4, "Read": 4, "Tell": 0}
@@ -389,34 +381,39 @@ def test_a_stranger_at_the_door_is_refused_and_a_late_greeting_hurts_nobody() ->
     asyncio.run(check())
 
 
+def led(act: str, deadline_s: float) -> list[Report]:
+    """Four ranks that have come together, and what they saw when the first of them did that."""
+    with hosted() as host, board() as name:
+        base = Life(
+            number=0,
+            size=4,
+            run=f"{act}-leader",
+            transport="store",
+            address=host.address,
+            board=name,
+            deadline_s=deadline_s,
+            generations=10,
+            pace_s=0.03,
+            at=9,
+        )
+        return play([replace(base, number=n, act="well" if n else act) for n in range(4)])
+
+
 def test_a_frozen_leader_is_the_only_one_that_is_missing() -> None:
     """Its followers come by themselves before their deadline: it is not they who are late."""
-    with hosted() as host:
-        base = Part(number=0, size=4, run="frozen-leader", address=("tcp", host.port))
-        base = replace(base, deadline_s=2.5, generations=6, acts_at=5)
-        parts = [replace(base, number=n) for n in range(4)]
-        parts[0] = replace(parts[0], act="frozen")
-        with running(store_rank, parts) as started:
-            living = {n: started[n] for n in started if n != 0}
-            seen = results(living, 40.0)
-            os.kill(started[0][0].pid, signal.SIGCONT)
-            seen |= results({0: started[0]}, 40.0)
-    assert len(seen) == 4
-    assert {each.last[0] for each in seen.values()} == {"broken"}, seen
-    causes = {each.last[1] for each in seen.values()}
-    assert len(causes) == 1
-    assert causes.pop().missing == (rank_of(0),)
+    reports = led("frozen", 2.5)
+    assert {report.came_to[-1].kind for report in reports} == {"broken"}, reports
+    assert all(report.ending and report.ending.together for report in reports)
+    (cause,) = {report.cause for report in reports}
+    assert cause is not None
+    assert cause.missing == (rank_of(0),)
 
 
 def test_a_killed_leader_is_known_to_its_followers_at_once() -> None:
-    with hosted() as host:
-        base = Part(number=0, size=4, run="killed-leader", address=("tcp", host.port))
-        base = replace(base, deadline_s=30.0, generations=6, acts_at=5)
-        parts = [replace(base, number=n) for n in range(4)]
-        parts[0] = replace(parts[0], act="killed")
-        with running(store_rank, parts) as started:
-            seen = results(started, 25.0)
-    assert sorted(seen) == [1, 2, 3]
-    for each in seen.values():
-        kind, cause = each.last
-        assert (kind, cause.kind, cause.ranks) == ("broken", "dead", (rank_of(0),))
+    _, *followers = led("killed", 30.0)
+    for report in followers:
+        assert report.ending is not None
+        assert report.ending.together
+        assert report.came_to[-1].waited_s < 15.0, "far from the deadline"
+        assert report.cause is not None
+        assert (report.cause.kind, report.cause.ranks) == ("dead", (rank_of(0),))

@@ -12,7 +12,8 @@ import pytest
 
 from phasesync.core.model import Rank
 from phasesync.errors import EpochFailed, FenceBroken, PlanError
-from tests.fences.processes import Part, call_of, rank_of
+from phasesync.testing import FenceWorld
+from tests.fences.processes import rank_of
 
 pytestmark = pytest.mark.timeout(120)
 SIZE = 4
@@ -245,7 +246,7 @@ def test_a_driver_has_fences_of_its_own(ray: Any, pool: Pool) -> None:
     from phasesync.fences.ray import join_actors
 
     workers = {rank_of(n): worker for n, worker in enumerate(pool.ready({}))}
-    call = call_of(Part(number=0, size=SIZE, run="d", address=None, deadline_s=20.0), 0)
+    call = FenceWorld(None, SIZE, run="d").call()  # type: ignore[arg-type]
 
     async def main() -> tuple[int, Any]:
         joined = await join_actors(call, workers, "seen")

@@ -4,7 +4,8 @@ import asyncio
 import gc
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,17 @@ from phasesync.core.model import Rank
 from phasesync.errors import StoreLost
 from phasesync.fences.base import FenceTransport
 from phasesync.testing import FenceWorld, check_fence_transport
-from tests.fences.processes import Part, Seen, call_of, live, rank_of
+from tests.fences.faults.ranks import (
+    Life,
+    Record,
+    Report,
+    board,
+    endpoint_of,
+    live,
+    together,
+    until_entered,
+)
+from tests.fences.processes import rank_of
 from tests.fences.scopes import SCOPE_PROMISES
 from tests.fences.scopes import SIZE as SCOPES_SIZE
 
@@ -26,10 +37,15 @@ VICTIM = 1
 class Member:
     """A rank as an actor."""
 
-    async def live(self, part: Part) -> Seen:
-        from phasesync.fences.ray import RayFences
+    async def live(self, life: Life) -> Report:
+        report = Report(life)
 
-        return await live(part, RayFences(rank=rank_of(part.number), run=part.run))
+        def tell(said: Any) -> None:
+            if isinstance(said, Record):
+                report.records.append(said)
+
+        await live(life, endpoint_of(life), tell)
+        return report
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +66,34 @@ def actors(ray: Any, standing: dict[Rank, Any]) -> dict[Rank, Any]:
     return standing
 
 
-def parts(**bad: Any) -> list[Part]:
-    run = secrets.token_hex(4)
-    base = Part(number=0, size=SIZE, run=run, address=None, deadline_s=20.0)
-    return [replace(base, number=n, **(bad if n == VICTIM else {})) for n in range(SIZE)]
+@contextmanager
+def lives(**bad: Any) -> Iterator[list[Life]]:
+    """A life for each rank; the victim gets what is `bad`."""
+    with board() as name:
+        base = Life(
+            number=0,
+            size=SIZE,
+            run=secrets.token_hex(4),
+            transport="ray",
+            address=None,
+            board=name,
+            deadline_s=20.0,
+        )
+        yield [replace(base, number=n, **(bad if n == VICTIM else {})) for n in range(SIZE)]
+
+
+def begin(actors: dict[Rank, Any], of: Sequence[Life]) -> list[Any]:
+    return [actors[life.rank].live.remote(life) for life in together(of)]
+
+
+def ended_at(reports: Sequence[Report]) -> float:
+    return max(report.came_to[-1].ended_at for report in reports)
+
+
+def is_dead(reports: Sequence[Report]) -> bool:
+    """Whether all say so of the victim."""
+    said = {(c.kind, c.ranks) for report in reports if (c := report.cause) is not None}
+    return said == {("dead", (rank_of(VICTIM),))} and all(report.cause for report in reports)
 
 
 def shared(run: str, rank: Rank, incarnation: int) -> FenceTransport:
@@ -89,32 +129,23 @@ def test_scopes_under_ray(ray: Any) -> None:
 
 
 def test_actors_pass_together(ray: Any, actors: dict[Rank, Any]) -> None:
-    seen = ray.get([actors[rank_of(p.number)].live.remote(p) for p in parts()], timeout=60)
-    assert [len(who.outcomes) for who in seen] == [3] * SIZE
-    assert len({tuple(who.outcomes) for who in seen}) == 1
-
-
-async def all_wait_for_the_victim(part: Part, generation: int = 1) -> None:
-    from phasesync.fences.ray import RayFences
-
-    onlooker = RayFences(rank=rank_of(99), run=part.run)
-    await onlooker.connect()
-    while await onlooker.missing(call_of(part, generation)) != (rank_of(VICTIM),):
-        await asyncio.sleep(0.05)
-    await onlooker.close()
+    with lives() as ranks:
+        reports = ray.get(begin(actors, ranks), timeout=60)
+    passed = [[record.verdict for record in report.records] for report in reports]
+    assert [len(verdicts) for verdicts in passed] == [3] * SIZE
+    assert {record.kind for report in reports for record in report.records} == {"open"}
+    assert all(verdicts == passed[0] for verdicts in passed)
 
 
 def test_a_killed_actor_is_known_within_a_second(ray: Any, actors: dict[Rank, Any]) -> None:
-    given = parts(act="late", late_s=60.0)
-    answers = [actors[rank_of(p.number)].live.remote(p) for p in given]
-    asyncio.run(all_wait_for_the_victim(given[0]))
-    killed = time.monotonic()
-    ray.kill(actors.pop(rank_of(VICTIM)))
-    seen = ray.get([a for n, a in enumerate(answers) if n != VICTIM], timeout=30)
-    causes = {who.last[1] for who in seen}
-    (cause,) = causes
-    assert (cause.kind, cause.ranks) == ("dead", (rank_of(VICTIM),))
-    assert max(who.ended_at[-1] for who in seen) - killed < 1
+    with lives(act="late", late_s=60.0) as ranks:
+        answers = begin(actors, ranks)
+        until_entered(ranks[0], SIZE - 1)
+        killed = time.monotonic()
+        ray.kill(actors.pop(rank_of(VICTIM)))
+        reports = ray.get([a for n, a in enumerate(answers) if n != VICTIM], timeout=30)
+    assert is_dead(reports), reports
+    assert ended_at(reports) - killed < 1
 
 
 def test_an_actor_that_dies_before_it_comes_is_reported_by_who_started_it(
@@ -122,38 +153,36 @@ def test_an_actor_that_dies_before_it_comes_is_reported_by_who_started_it(
 ) -> None:
     from phasesync.fences.ray import report_deaths
 
-    given = parts()
-    answers = [actors[rank_of(p.number)].live.remote(p) for p in given if p.number != VICTIM]
-
-    async def main() -> tuple[float, list[Seen]]:
+    async def main(ranks: list[Life]) -> tuple[float, list[Report]]:
+        answers = begin(actors, [life for life in ranks if life.number != VICTIM])
         async with asyncio.TaskGroup() as group:
-            reporting = group.create_task(report_deaths(given[0].run, actors))
-            await all_wait_for_the_victim(given[0], 0)
+            reporting = group.create_task(report_deaths(ranks[0].run, actors))
+            await asyncio.to_thread(until_entered, replace(ranks[0], at=0), SIZE - 1)
             killed = time.monotonic()
             ray.kill(actors.pop(rank_of(VICTIM)))
-            seen = await asyncio.wait_for(asyncio.gather(*answers), 30)
+            reports = await asyncio.wait_for(asyncio.gather(*answers), 30)
             reporting.cancel()
-        return killed, list(seen)
+        return killed, list(reports)
 
-    killed, seen = asyncio.run(main())
-    (cause,) = {who.last[1] for who in seen}
-    assert (cause.kind, cause.ranks) == ("dead", (rank_of(VICTIM),))
-    assert max(who.ended_at[-1] for who in seen) - killed < 1
+    with lives() as ranks:
+        killed, reports = asyncio.run(main(ranks))
+    assert is_dead(reports), reports
+    assert ended_at(reports) - killed < 1
 
 
 def test_a_killed_coordinator_is_lost_at_once(ray: Any, actors: dict[Rank, Any]) -> None:
     from phasesync.fences.ray import NAMESPACE
 
-    given = parts(act="late", late_s=60.0)
-    answers = [actors[rank_of(p.number)].live.remote(p) for p in given]
-    asyncio.run(all_wait_for_the_victim(given[0]))
-    coordinator = ray.get_actor(f"phasesync.{given[0].run}.0", namespace=NAMESPACE)
-    killed = time.monotonic()
-    ray.kill(coordinator)
-    seen = ray.get([a for n, a in enumerate(answers) if n != VICTIM], timeout=30)
-    ray.kill(actors.pop(rank_of(VICTIM)))  # It would sleep on.
-    assert {who.last[0] for who in seen} == {"lost"}
-    assert max(who.ended_at[-1] for who in seen) - killed < 1
+    with lives(act="late", late_s=60.0) as ranks:
+        answers = begin(actors, ranks)
+        until_entered(ranks[0], SIZE - 1)
+        coordinator = ray.get_actor(f"phasesync.{ranks[0].run}.0", namespace=NAMESPACE)
+        killed = time.monotonic()
+        ray.kill(coordinator)
+        reports = ray.get([a for n, a in enumerate(answers) if n != VICTIM], timeout=30)
+        ray.kill(actors.pop(rank_of(VICTIM)))  # It would sleep on.
+    assert {report.came_to[-1].kind for report in reports} == {"lost"}
+    assert ended_at(reports) - killed < 1
 
 
 def is_there(ray: Any, run: str) -> bool:

@@ -63,6 +63,7 @@ class Life:
     incarnation: int = 0
     comes_back: bool = False
     hosts: int = 0  # So many hosts are made of this one; none if it is what it is.
+    is_lonely: bool = False  # It cannot see the processes of the others.
     crowd: int = 0  # So many processes connect before any of them goes on.
     index: int = 0
 
@@ -126,6 +127,11 @@ class Report:
     @property
     def last(self) -> Record:
         return self.records[-1]
+
+    @property
+    def came_to(self) -> list[Record]:
+        """The fences that it arrived at, without the one that it only told of a failure."""
+        return [record for record in self.records if not record.kind.startswith("told")]
 
     @property
     def cause(self) -> RootCause | None:
@@ -528,6 +534,7 @@ def _store(life: Life) -> Any:
         run=life.run,
         incarnation=life.incarnation,
         host=f"host-{life.number * life.hosts // life.size}" if life.hosts else None,
+        watch_neighbours=not life.is_lonely,
     )
 
 
