@@ -19,7 +19,7 @@ from phasesync.core.model import (
     RootCause,
     Version,
 )
-from phasesync.errors import FenceBroken
+from phasesync.errors import FenceBroken, PlanError
 from phasesync.fences.driver import in_thread, join
 
 RANKS = tuple(Rank(RoleName("trainer"), n) for n in range(3))
@@ -83,6 +83,14 @@ def test_two_failures_leave_no_error_unread(recwarn: pytest.WarningsRecorder) ->
         return unread
 
     assert asyncio.run(check()) == []
+
+
+def test_there_is_work_for_each_member_and_for_nobody_else() -> None:
+    """Else a fence would break at once for a deadline that is far off."""
+    stranger = Rank(RoleName("rollout"), 0)
+    for ranks, odd in ((RANKS[:2], "trainer/2"), ((*RANKS, stranger), "rollout/0")):
+        with pytest.raises(PlanError, match=f"not a member, or without work: {odd}"):
+            asyncio.run(join(call(), {rank: work(rank.number) for rank in ranks}))
 
 
 def test_the_deadline_names_who_is_not_done() -> None:

@@ -173,6 +173,20 @@ def test_a_frozen_rank_is_named_at_the_deadline_and_does_not_pass_when_it_wakes(
     assert f"{rank_of(VICTIM)} is stopped (process" in (cause.error or "")
 
 
+def test_a_rank_that_slept_through_many_fences_passes_none_and_leaves_no_key(host: Host) -> None:
+    """The others go on without it, break after break, and leave; by then its fence is tidied up."""
+    common = {"deadline_s": 0.4, "generations": 24, "comes_back": True}
+    with lives(host, common, act="frozen") as ranks:
+        reports = play(ranks, WITHIN_S)
+    for report in reports:
+        assert report.ending is not None, report.records
+        came_to = [record.kind for record in report.came_to]
+        assert came_to[0] == "open"
+        assert "open" not in came_to[1:], report.records
+        assert set(came_to[1:]) <= {"broken", "stale"}, report.records
+    assert host.keys() == []
+
+
 def test_a_store_that_stood_still_for_less_than_a_deadline_changes_no_root_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

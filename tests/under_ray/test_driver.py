@@ -252,6 +252,9 @@ def test_a_driver_has_fences_of_its_own(ray: Any, pool: Pool) -> None:
         joined = await join_actors(call, workers, "seen")
         with pytest.raises(FenceBroken) as broken:
             await join_actors(call, workers, "sync", "no errand")
+        del workers[rank_of(1)]
+        with pytest.raises(PlanError, match="members without an actor: trainer/1"):
+            await join_actors(call, workers, "seen")
         return joined.opened.ticket.count, broken.value.cause
 
     count, cause = asyncio.run(main())

@@ -84,7 +84,8 @@ class TcpCoordinator:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port, for `TcpFences`."""
+        """Host and port, for `TcpFences`. Where it listens on all interfaces (`0.0.0.0`, `::`),
+        ranks elsewhere need a name of this host in place of the first."""
         return self._host, self._port
 
     async def start(self) -> None:
@@ -140,6 +141,9 @@ class TcpCoordinator:
                 self._hubs.pop(peer.run, None)
                 self._came.pop(peer.run, None)
             self._beats.pop(peer.run, None)
+            self._asked_at.pop(peer.run, None)
+            if not self._peers:
+                self._lists.clear()
         elif peer.rank is not None and not peer.said_goodbye:
             same = (peer.rank, peer.incarnation)
             if not any((mate.rank, mate.incarnation) == same for mate in mates):

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from phasesync.core.fence_hub import Hub, Instance
 from phasesync.core.model import Broken, FenceCall, Opened, Rank, RootCause
-from phasesync.errors import FenceBroken
+from phasesync.errors import FenceBroken, PlanError
 
 __all__ = ("Joined", "cause_of", "in_thread", "join")
 
@@ -46,7 +46,16 @@ async def join(
 
     Raises:
         FenceBroken: work failed, or was not done before the deadline.
+        PlanError: there is not work for each of the members, and for them alone.
     """
+    if odd := set(work).symmetric_difference(call.members):
+        for each in work.values():
+            if asyncio.iscoroutine(each):
+                each.close()  # Nobody awaits it.
+        raise PlanError(
+            f"fence {call.fence!r} joins the work of its members, each of which needs some; not a "
+            f"member, or without work: {', '.join(map(str, sorted(odd)))}"
+        )
     tasks = {rank: asyncio.ensure_future(_awaited(each)) for rank, each in work.items()}
     instance = Hub().instance(call)
     loop = asyncio.get_running_loop()

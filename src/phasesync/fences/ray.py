@@ -318,7 +318,11 @@ async def join_actors(
 
     Raises:
         FenceBroken: an actor failed, died, or was not done before the deadline.
+        PlanError: a member has no actor.
     """
+    lacking = [str(rank) for rank in call.members if rank not in actors]
+    if lacking:
+        raise PlanError(f"fence {call.fence!r} has members without an actor: {', '.join(lacking)}")
     asked = {
         rank: getattr(actors[rank], method).remote(*arguments, **named) for rank in call.members
     }
