@@ -158,7 +158,8 @@ class ModuleOffloader:
             self._move(target)
         else:
             for tensor in self._tensors():
-                if tensor.device.type != target.type:
+                # A meta tensor has nothing to bring; who made the module has yet to fill it.
+                if tensor.device.type not in (target.type, "meta"):
                     tensor.data = tensor.data.to(target, non_blocking=True)
         self.device.synchronise()
         return self.held_bytes - held
@@ -249,7 +250,8 @@ class ModuleOffloader:
         seen: set[tuple[torch.device, int]] = set()
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             memory = getattr(tensor, "_local_tensor", tensor)
-            where = (memory.device, memory.untyped_storage().data_ptr())
+            # What has no memory, as on the meta device, shares none.
+            where = (memory.device, memory.untyped_storage().data_ptr() or id(tensor))
             if where not in seen and _nbytes(tensor):
                 seen.add(where)
                 yield tensor
@@ -266,13 +268,20 @@ def onload_optimizer(optimizer: torch.optim.Optimizer, device: TorchDevice) -> i
 
 
 def _move_state(optimizer: torch.optim.Optimizer, device: TorchDevice, target: torch.device) -> int:
-    moved = 0
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.device != target:
-                moved += value.untyped_storage().nbytes()
-                state[name] = value.to(target, non_blocking=True)
+    moved = sum(_move_held(state, target) for state in optimizer.state.values())
     device.synchronise()
+    return moved
+
+
+def _move_held(held: "dict[Any, Any] | list[Any]", target: torch.device) -> int:
+    """Move the tensors in `held`, and in the lists and mappings that some optimizers keep there."""
+    moved = 0
+    for at, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
+        if isinstance(value, dict | list):
+            moved += _move_held(value, target)
+        elif isinstance(value, torch.Tensor) and value.dim() and value.device != target:
+            moved += _nbytes(value)
+            held[at] = value.to(target, non_blocking=True)
     return moved
 
 

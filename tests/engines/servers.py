@@ -31,6 +31,7 @@ class _Server:
         self.routes: dict[tuple[str, str], Callable[[Any], Answer]] = {}
         self.fields: dict[str, Fields] = {}
         self.hold_after: str | None = None
+        self.moved_to: str | None = None
         self.released = threading.Event()
         outer = self
 
@@ -48,6 +49,8 @@ class _Server:
                 content = answer.encode() if isinstance(answer, str) else wire.encode(answer)
                 try:
                     self.send_response(status)
+                    if outer.moved_to is not None:
+                        self.send_header("Location", outer.moved_to)
                     self.send_header("Content-Length", str(len(content)))
                     self.end_headers()
                     self.wfile.write(content)
@@ -78,6 +81,8 @@ class _Server:
         path = target.partition("?")[0]
         body = wire.decode(raw) if raw else None
         self.asked.append((method, path, body))
+        if self.moved_to is not None:
+            return 307, ""
         if (denied := self.denied(path, raw, headers)) is not None:
             return denied
         route = self.routes.get((method, path))

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import threading
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from phasesync.engines.base import KV_CACHE, WEIGHTS, Floor
 from phasesync.engines.guard import FLOOR_PATH, GUARDED, Guard, GuardMiddleware, guard
 from phasesync.engines.simulated import Budget, SimulatedEngine
 from phasesync.engines.tickets import COLOCATED, TicketRules, VerdictTable, ticket_text
-from phasesync.errors import EngineRefused
+from phasesync.engines.trtllm import WEIGHT_TAGS
+from phasesync.errors import EngineError, EngineRefused
 
 from .surfaces import AsyncSurface, SyncSurface
 
@@ -218,6 +220,189 @@ def test_a_guard_comes_off_and_there_is_only_one(fences: Fences) -> None:
     assert "generate" not in vars(engine)
 
 
+class Executor(SyncSurface):
+    """What vLLM keeps below its engine, in the same process, with a wake of its own."""
+
+
+class Deep(AsyncSurface):
+    """The objects of vLLM below the one that a user holds, each with calls of its own."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        super().__init__(engine)
+        self.engine_core = Core(engine)
+
+
+class Core:
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self.simulated = engine
+        self.model_executor = Executor(engine)
+
+    async def sleep_async(self, level: int = 1) -> None:
+        self.simulated.sleep((WEIGHTS, KV_CACHE))
+
+    async def resume_scheduler_async(self) -> None:
+        self.simulated.resume()
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        return getattr(self.simulated, method)(*args)
+
+
+def test_the_calls_below_the_engine_are_guarded_down_to_its_executor(fences: Fences) -> None:
+    engine = Deep(simulated())
+    keeper = guarded(fences, engine)
+    core, executor = engine.engine_core, engine.engine_core.model_executor
+
+    async def story() -> None:
+        keeper.admit(fences.open("ready_to_serve"))
+        await core.sleep_async()
+        assert not keeper.is_open  # However it was put to sleep.
+        reached = list(engine.simulated.calls)
+        for call in (
+            core.resume_scheduler_async,
+            lambda: core.call_utility_async("wake_up", ["kv_cache"]),
+            lambda: core.call_utility_async("collective_rpc", "wake_up"),
+            lambda: core.call_utility_async("resume_scheduler"),
+        ):
+            with pytest.raises(EngineRefused):
+                await call()
+        for wake in (executor.wake_up, lambda: executor.collective_rpc("wake_up")):
+            with pytest.raises(EngineRefused):
+                wake()
+        assert engine.simulated.calls == reached
+        executor.wake_up(["weights"])
+
+    asyncio.run(story())
+
+
+class Later(SyncSurface):
+    """An engine of a release that nobody has seen."""
+
+    def dream(self) -> None: ...
+
+    def get_dreams(self) -> None: ...
+
+    def checkpoint_restore(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [["weights", "scheduling"], ["scheduling"], ["model", "dreams"], [["kv_cache"]], 5, "kv_cache"],
+)
+def test_a_wake_of_more_than_weights_is_a_wake_of_kv(fences: Fences, tags: Any) -> None:
+    engine = SyncSurface(simulated())
+    guarded(fences, engine)
+    with pytest.raises(EngineRefused, match="'kv_cache' needs a ticket"):
+        engine.wake_up(tags)
+    with pytest.raises(EngineRefused, match="'kv_cache' needs a ticket"):
+        engine.collective_rpc("wake_up", args=(tags,))
+    with pytest.raises(EngineRefused, match="'kv_cache' needs a ticket"):
+        engine.collective_rpc(Executor.wake_up, args=(tags,))  # type: ignore[arg-type]
+
+
+def test_a_guard_says_what_it_does_not_know(fences: Fences) -> None:
+    engine = Later(simulated())
+    keeper = guarded(fences, engine)
+    assert keeper.unverified == ("what Later of replica/0 does in dream()",)
+    with pytest.raises(EngineRefused, match="'kv_cache' needs a ticket"):
+        engine.checkpoint_restore()
+
+
+class Handle:
+    """A method of an actor's handle, as Ray has it."""
+
+    def remote(self) -> None: ...
+
+
+def test_what_is_no_engine_of_this_process_gets_no_guard(fences: Fences) -> None:
+    handle = type("Handle", (), {"wake_up": Handle()})()
+    with pytest.raises(EngineError, match=r"is a handle; .* inside the actor"):
+        guarded(fences, handle)
+    for other in ("http://127.0.0.1:8000", object(), Guard):
+        with pytest.raises(EngineError, match=r"no wake_up\(\) to guard"):
+            guarded(fences, other)
+
+
+def test_a_guard_gives_back_what_another_had_put_on_before(fences: Fences) -> None:
+    engine = SyncSurface(simulated())
+    engine.generate = lambda *_: ["patched"]  # type: ignore[method-assign]
+    patched = engine.generate
+    keeper = guarded(fences, engine)
+    with pytest.raises(EngineRefused):
+        engine.generate(["a"])
+    keeper.remove()
+    assert engine.generate is patched
+    guarded(fences, engine)
+
+
+class Slotted:
+    __slots__ = ("__phasesync_guard__", "calls")
+
+    def wake_up(self) -> None: ...
+
+
+def test_an_engine_that_cannot_be_wrapped_is_not_half_guarded(fences: Fences) -> None:
+    engine = Slotted()
+    with pytest.raises((AttributeError, TypeError)):
+        guarded(fences, engine)
+    assert getattr(engine, "__phasesync_guard__", None) is None
+
+
+def test_a_ticket_that_mapped_kv_does_not_do_so_again_after_a_release(fences: Fences) -> None:
+    """Even in its own epoch: the memory may be another's by now."""
+    engine = SyncSurface(simulated())
+    keeper = guarded(fences, engine)
+    engine.sleep(level=2)
+    used = fences.open("memory_released", 4)
+    engine.wake_up(["weights"])
+    keeper.check("wake_up", KV_CACHE, used)
+    keeper.check("wake_up", "cuda_graph", used)  # One fence allows both, while nothing is released.
+    engine.sleep(level=0)
+    keeper.check("wake_up", KV_CACHE, used)
+    engine.sleep(level=2)
+    with pytest.raises(EngineRefused, match=r"released since; .* a new fence"):
+        engine.wake_up(["kv_cache"], ticket=used)  # type: ignore[call-arg]
+    keeper.check("wake_up", KV_CACHE, fences.open("memory_released", 4))
+
+
+@pytest.mark.parametrize("meanwhile", ["floor", "sleep"])
+def test_who_is_admitted_late_does_not_open_what_came_after(fences: Fences, meanwhile: str) -> None:
+    """While the fence is asked, another thread raises the floor or puts the engine to sleep."""
+    engine = SyncSurface(simulated())
+
+    def slow(key: FenceKey) -> Any:
+        if meanwhile == "floor":
+            keeper.raise_floor(Floor(0, 9))
+        else:
+            engine.sleep(level=2)
+        return fences.table(key)
+
+    keeper = guard(engine, run="run", scope="replica/0", verdicts=slow)
+    with pytest.raises(
+        EngineRefused, match="floor is" if meanwhile == "floor" else "has been shut"
+    ):
+        keeper.admit(fences.open("ready_to_serve", 8))
+    assert not keeper.is_open
+
+
+def test_a_verdict_that_cannot_be_read_refuses_and_says_so(fences: Fences) -> None:
+    def gone(key: FenceKey) -> Any:
+        raise RuntimeError("store is gone")
+
+    engine = SyncSurface(simulated())
+    keeper = guard(engine, run="run", scope="replica/0", verdicts=gone)
+    with pytest.raises(EngineRefused, match=r"cannot be read \(RuntimeError: store is gone\)"):
+        keeper.check("wake_up", KV_CACHE, fences.open("memory_released"))
+    with pytest.raises(EngineRefused, match="is of run 'other'"):  # What is plain is not asked.
+        keeper.check(
+            "wake_up",
+            KV_CACHE,
+            Ticket(
+                key=FenceKey("other", 0, "replica/0", 1), fence=FenceName("memory_released"),
+                epoch=Epoch(0), count=1, hash="",
+            ),
+        )  # fmt: skip
+
+
 # --- behind HTTP ---------------------------------------------------------------------------
 
 
@@ -321,6 +506,80 @@ def test_a_server_serves_the_admitted_epoch_until_its_floor_rises(fences: Fences
     assert server.post("/v1/completions", body={"prompt": "a"})[0] == 409
     assert server.post("/resume", ticket=good)[0] == 409
     assert server.post(FLOOR_PATH, body={"epoch": "?"})[0] == 422
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"method": "wake_up", "timeout": NaN}',
+        b'{"method": "echo", "method": "wake_up"}',
+        b'\xef\xbb\xbf{"method": "wake_up"}',
+        b'{"method": "wake_up", "args": {"a": 1}}',
+        b'{"method": "wake_up", "kwargs": "tags"}',
+        b'{"method": "wake_up", "args": [5]}',
+    ],
+)
+def test_a_procedure_call_that_is_read_otherwise_by_the_engine_is_a_wake(
+    fences: Fences, body: bytes
+) -> None:
+    assert Server(fences).ask("/collective_rpc", body=body)[0]["status"] == 409
+
+
+def test_the_weights_of_tensorrt_llm_have_names_of_their_own(fences: Fences) -> None:
+    server = Server(fences)
+    ticket = fences.open("ready_for_weights")
+    for names in (list(WEIGHT_TAGS), ["model"]):
+        assert server.post("/resume_memory", body={"tags": names}, ticket=ticket)[0] == 200
+    assert server.post("/resume_memory", body={"tags": ["model", "kv_cache"]})[0] == 409
+
+
+def test_a_health_check_that_generates_is_generation(fences: Fences) -> None:
+    server = Server(fences)
+    assert server.post("/health_generate", method="GET")[0] == 409
+    assert server.post("/health", method="GET")[0] == 200
+
+
+def test_a_server_serves_others_while_its_guard_waits_for_a_verdict(fences: Fences) -> None:
+    server = Server(fences)
+    asked, answered = threading.Event(), threading.Event()
+
+    def late(key: FenceKey) -> Any:
+        asked.set()
+        assert answered.wait(20)
+        return fences.table(key)
+
+    type(server.app).rules = TicketRules(run="run", scope="replica/0", verdicts=late)
+    server.app = type(server.app)(server.serve)
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    def scope(path: str, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
+        return {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "query_string": b"",
+            "headers": headers,
+        }
+
+    async def story() -> None:
+        header = (b"x-phasesync-ticket", ticket_text(fences.open("memory_released")).encode())
+        waking = asyncio.create_task(server.app(scope("/wake_up", header), receive, send))
+        while not asked.is_set():
+            await asyncio.sleep(0.001)
+        await server.app(scope("/tokenize"), receive, send)
+        assert sent[0]["status"] == 200
+        assert not waking.done()
+        answered.set()
+        await waking
+
+    asyncio.run(story())
+    assert [message["status"] for message in sent if "status" in message] == [200, 200]
 
 
 def test_a_header_that_is_no_ticket_is_refused(fences: Fences) -> None:

@@ -1,13 +1,15 @@
 """SGLang and TensorRT-LLM over HTTP, against servers that fail as the real ones do."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 
 from phasesync.core.model import Epoch, FenceKey, FenceName, Ticket, Version
-from phasesync.engines.base import GRAPHS, KV_CACHE, WEIGHTS
+from phasesync.engines.base import GRAPHS, KV_CACHE, WEIGHTS, Floor
 from phasesync.engines.conformance import check_engine_port
 from phasesync.engines.sglang import SglangEngine
 from phasesync.engines.tickets import TicketRules
@@ -273,7 +275,7 @@ def test_trtllm_refuses_what_it_has_no_route_for(serve: Any) -> None:
         with pytest.raises(EngineRefused, match="knows only 'wait'"):
             await engine.pause("abort")
         await engine.pause("wait")
-        with pytest.raises(EngineError, match="no route to reset its prefix cache"):
+        with pytest.raises(EngineRefused, match="no route to reset its prefix cache"):
             await engine.flush()
         said = " ".join((await engine.status()).unverified)
         await engine.close()
@@ -322,6 +324,101 @@ def test_a_trtllm_wake_that_does_not_fit_is_never_retried(serve: Any) -> None:
 
     run(story())
     assert server.count("/resume_memory") == 2
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "trtllm"])
+def test_what_the_servers_guard_refuses_never_reached_the_engine(serve: Any, kind: str) -> None:
+    """Another leader has raised the floor beside it: this one hears so, and nothing broke."""
+    said = {"error": {"type": "EngineRefused", "message": "server cannot wake: below the floor"}}
+    server, made, path = {
+        "vllm": (VllmServer("0.32.0"), VllmEngine, "/wake_up"),
+        "sglang": (SglangServer(), SglangEngine, "/resume_memory_occupation"),
+        "trtllm": (TrtllmServer(), partial(TrtllmEngine, ranks=2), "/resume_memory"),
+    }[kind]
+    engine = made(serve(server).url, tickets=RULES)  # type: ignore[operator]
+    wake = server.routes["POST", path]
+
+    async def story() -> None:
+        await engine.pause(engine.driver.policies[-1])
+        await engine.release((WEIGHTS, KV_CACHE))
+        server.routes["POST", path] = lambda _: (409, said)
+        with pytest.raises(EngineRefused, match="below the floor"):
+            await engine.resume(WEIGHTS, ticket("ready_for_weights"))
+        status = await engine.status()
+        assert (status.health, status.asleep) == ("usable", {WEIGHTS, KV_CACHE})
+        server.routes["POST", path] = wake
+        await engine.resume(WEIGHTS, ticket("ready_for_weights"))
+        await engine.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("127.0.0.1:8000", "write http://HOST:PORT"),
+        ("http://127.0.0.1:99999", "write http://HOST:PORT"),
+        ("http://127.0.0.1:port", "write http://HOST:PORT"),
+        ("http://me:secret@127.0.0.1:8000", "user or password"),
+        ("http://127.0.0.1:8000?key=1", "address alone"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_at_once_and_keeps_its_secret(
+    url: str, said: str
+) -> None:
+    with pytest.raises(EngineError, match=said) as refused:
+        SglangEngine(url, tickets=RULES)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_redirect_is_named_and_not_followed(serve: Any) -> None:
+    server = serve(SglangServer())
+    server.moved_to = "https://router/v1"
+    engine = SglangEngine(server.url + "/elsewhere/", tickets=RULES)
+
+    async def story() -> None:
+        with pytest.raises(EngineError, match="redirects to https://router/v1; give the URL that"):
+            await engine.status()
+        assert server.count("/elsewhere/server_info") == 1
+        await engine.close()
+
+    run(story())
+
+
+def test_a_proxy_in_the_environment_does_not_catch_a_call(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    engine = SglangEngine(serve(SglangServer()).url + "/", tickets=RULES)
+
+    async def story() -> str:
+        status = await engine.status()
+        await engine.close()
+        return status.health
+
+    assert run(story()) == "usable"
+
+
+def test_the_floor_rises_while_another_call_hangs(serve: Any) -> None:
+    """A frozen call is what the floor is for; it must not wait behind one."""
+    server = serve(SglangServer())
+    hold = threading.Event()
+    server.routes["POST", "/pause_generation"] = lambda _: (hold.wait(20), (200, {}))[1]
+    engine = SglangEngine(server.url, tickets=RULES)
+
+    async def story() -> None:
+        await engine.status()
+        pausing = asyncio.create_task(engine.pause("abort"))
+        while not server.count("/pause_generation"):
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(engine.raise_floor(Floor(0, 3)), 10)
+        assert not pausing.done()
+        hold.set()
+        await pausing
+        await engine.close()
+
+    run(story())
 
 
 @pytest.mark.parametrize("release", ["0.24.0", "0.32.0"])

@@ -136,8 +136,11 @@ def test_a_guarded_engine_is_given_the_ticket() -> None:
         await engine.begin(Version(1))
         await engine.load(bucket(1))
         await engine.finish(Version(1))
-        with pytest.raises(EngineError, match="no verdict"):
+        with pytest.raises(EngineRefused, match="no verdict"):
             await engine.resume(KV_CACHE, numbered("memory_released", 99))
+        # It never reached the engine, which is as usable as before and not in doubt.
+        status = await engine.status()
+        assert (status.health, status.doubtful, status.under_way) == ("usable", frozenset(), None)
 
     run(story())
     assert raw.simulated.asleep == {KV_CACHE}
@@ -150,6 +153,73 @@ def test_a_guarded_engine_is_given_the_ticket() -> None:
 
     run(whole())
     assert keeper.floor == Floor(0, 1)
+
+
+def test_a_version_that_no_rank_tells_is_not_committed() -> None:
+    """An answer without results is no evidence of a commit."""
+
+    class Silent(Streaming):
+        async def collective_rpc(self, method: str, **_: Any) -> None:
+            """As a server whose answer has no results."""
+
+    engine = VllmEngine(Silent(simulated()), tickets=RULES, extension=True)
+
+    async def story() -> None:
+        await engine.pause()
+        await engine.begin(Version(1))
+        await engine.load(bucket(1))
+        with pytest.raises(EngineError, match="nothing that they tell"):
+            await engine.finish(Version(1))
+        assert (await engine.status()).version is None
+
+    run(story())
+
+
+def test_an_engine_that_died_in_an_actor_is_lost_by_the_name_that_ray_gives_it() -> None:
+    class EngineDeadError(Exception):
+        """vLLM's own."""
+
+    class RayTaskError(Exception):
+        """What Ray makes of any error; it inherits from the engine's as well."""
+
+    died = type("RayTaskError(EngineDeadError)", (RayTaskError, EngineDeadError), {})
+
+    class Dying(Streaming):
+        async def start_weight_update(self) -> None:
+            raise died
+
+    engine = VllmEngine(Dying(simulated()), tickets=RULES)
+
+    async def story() -> None:
+        await engine.pause()
+        with pytest.raises(EngineError, match="the engine died; whether it did start_weight"):
+            await engine.begin(Version(1))
+        assert (await engine.status()).health == "unknown"
+
+    run(story())
+
+
+def test_a_guard_that_does_not_answer_is_no_reason_to_wait_for_ever() -> None:
+    class Frozen:
+        """An actor whose methods never come back."""
+
+        class Method:
+            async def remote(self, *_: Any, **__: Any) -> None:
+                await asyncio.sleep(30)
+
+        sleep = wake_up = reset_prefix_cache = raise_floor = Method()
+        start_weight_update = update_weights = finish_weight_update = Method()
+
+    engine = VllmEngine(
+        Frozen(), tickets=RULES, ranks=1, guarded=True, deadlines_s={"raise_floor": 0.05}
+    )
+
+    async def story() -> None:
+        with pytest.raises(EngineError, match=r"was not told within 0.05 s that the floor is"):
+            await engine.raise_floor(Floor(0, 3))
+        assert (await engine.status()).floor == Floor(0, 3)
+
+    run(story())
 
 
 def numbered(fence: str, generation: int) -> Ticket:

@@ -142,6 +142,89 @@ def test_an_optimizer_state_moves_and_steps_on() -> None:
     optimizer.step()
 
 
+class Nowhere(TorchDevice):
+    """The meta device, to which a tensor moves without an accelerator."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.torch_device = torch.device("meta")
+
+    def synchronise(self) -> None:
+        """Nothing is ever enqueued."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.LBFGS])
+def test_all_that_an_optimizer_keeps_moves_wherever_it_keeps_it(kind: Any) -> None:
+    module = torch.nn.Linear(4, 4, bias=False)
+    optimizer = kind(module.parameters())
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value: torch.Tensor = module(torch.ones(2, 4)).square().sum()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    for _ in range(2):
+        loss()
+        optimizer.step(loss)
+    assert onload_optimizer(optimizer, Nowhere()) >= 2 * 16 * 4
+    (state,) = optimizer.state.values()
+    held = [
+        each for value in state.values() for each in (value if type(value) is list else [value])
+    ]
+    stayed = [each for each in held if isinstance(each, torch.Tensor) and each.dim()]
+    assert stayed
+    assert {each.device.type for each in stayed} == {"meta"}
+
+
+def test_a_sharded_module_and_its_optimizer_go_on_after_a_turn() -> None:
+    import torch.distributed as dist
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.AdamW(module.parameters())
+        offloader, device = ModuleOffloader(module, TorchDevice("cpu")), TorchDevice("cpu")
+        for _ in range(2):
+            module(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            offloader.offload()
+            offload_optimizer(optimizer, device)
+            onload_optimizer(optimizer, device)
+            offloader.onload()
+        assert offloader._is_sharded
+    finally:
+        dist.destroy_process_group()
+
+
+def test_tied_weights_stay_tied_and_what_is_on_meta_is_left_there() -> None:
+    module = torch.nn.Module()
+    module.one = torch.nn.Linear(4, 4, bias=False).requires_grad_(False)
+    module.two = torch.nn.Linear(4, 4, bias=False)
+    module.two.weight = module.one.weight
+    module.absent = torch.nn.Sequential(
+        torch.nn.Linear(4, 4, device="meta"), torch.nn.Linear(4, 4, device="meta")
+    )
+
+    class Accelerator(ModuleOffloader):
+        """Has something to move, as on a device, so that every step is taken."""
+
+        @property
+        def held_bytes(self) -> int:
+            return 64
+
+    offloader = Accelerator(module, TorchDevice("cpu"))
+    offloader.offload(check=False)
+    offloader.onload()
+    assert module.one.weight is module.two.weight
+    assert not module.one.weight.requires_grad
+    assert {each.device.type for each in module.absent.parameters()} == {"meta"}
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("pin", [True, False])
 def test_on_a_gpu_offload_frees_what_it_moved(pin: bool) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,16 @@ def test_the_guard_refuses_whoever_calls_and_the_engine_stays_usable(
     fences = Fences()
     keeper = guard(llm, run="run", scope="replica/0", verdicts=fences.table, floor=Floor(0, 3))
     keeper.expect(0, {LEADER: 1})
+    assert keeper.unverified == ()  # No method of this release that the guard does not know.
 
     async def story() -> None:
+        for call in (
+            llm.engine_core.resume_scheduler_async,
+            partial(llm.engine_core.call_utility_async, "wake_up", ["kv_cache"]),
+            llm.checkpoint_restore,
+        ):
+            with pytest.raises(EngineRefused):
+                await call()
         for said, ticket in fences.bad("ready_to_serve", 3, replaced=True).items():
             with pytest.raises(EngineRefused, match=said):
                 ask(llm.generate, ticket=ticket)

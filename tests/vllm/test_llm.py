@@ -174,10 +174,19 @@ def test_the_guard_refuses_whoever_calls_and_the_engine_stays_usable(
                 partial(fresh.wake_up, ["kv_cache"]),
                 fresh.wake_up,
                 partial(fresh.llm_engine.wake_up, ["kv_cache"]),
+                partial(fresh.llm_engine.model_executor.wake_up, ["kv_cache"]),
+                partial(fresh.llm_engine.model_executor.collective_rpc, "wake_up"),
             )
             for wake in wakes:
                 with pytest.raises(EngineRefused, match=said):
                     wake(ticket=ticket)
+        for above in (type(fresh).wake_up, type(fresh.llm_engine).wake_up):
+            owner = fresh if above is type(fresh).wake_up else fresh.llm_engine
+            with pytest.raises(EngineRefused):  # The class's own method, past the object's.
+                above(owner, ["kv_cache"])
+        with pytest.raises(EngineRefused):
+            type(fresh).generate(fresh, **asked())
+        assert keeper.unverified == ()  # No method of this release that the guard does not know.
         assert fresh.collective_rpc("held_bytes")[0]["kv_cache"] == 0
         fresh.wake_up(["kv_cache"], ticket=fences.open("memory_released", 3))
         keeper.admit(fences.open("ready_to_serve", 3))

@@ -16,6 +16,7 @@ __all__ = (
     "GROUND",
     "KV_CACHE",
     "WEIGHTS",
+    "WEIGHT_NAMES",
     "Content",
     "DeviceMemory",
     "EngineDriver",
@@ -34,6 +35,19 @@ Tag = NewType("Tag", str)
 WEIGHTS = Tag("weights")
 KV_CACHE = Tag("kv_cache")
 GRAPHS = Tag("cuda_graph")
+# What TensorRT-LLM, which has more tags than others, calls the parts of its weights.
+WEIGHT_NAMES = (
+    "sampler",
+    "drafter",
+    "guided_decoder",
+    "spec_resource_manager",
+    "model_extra",
+    "executor_extra",
+    "model",
+    "draft_model",
+    "model_weights",
+    "draft_model_weights",
+)
 
 InFlight: TypeAlias = Literal["abort", "wait", "keep", "retract", "in_place"]
 Health: TypeAlias = Literal["usable", "unknown", "dead"]

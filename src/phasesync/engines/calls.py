@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from phasesync.core import wire
-from phasesync.errors import EngineError, EngineLost
+from phasesync.errors import EngineError, EngineLost, EngineRefused
 
 __all__ = ("CallThread", "Http", "Reply")
 
@@ -114,6 +114,16 @@ class Reply(NamedTuple):
             said = inner
         return f"HTTP {self.status}: {str(said or self.text)[:400]}"
 
+    def check_admitted(self) -> None:
+        """That no guard stood before the engine and turned the call away.
+
+        Raises:
+            EngineRefused: one did; the engine never heard of the call.
+        """
+        said = self.body.get("error") if isinstance(self.body, dict) else None
+        if self.status == 409 and isinstance(said, dict) and said.get("type") == "EngineRefused":
+            raise EngineRefused(str(said.get("message")))
+
 
 class Http:
     """A JSON client of one server, in a thread of its own; one connection a call.
@@ -129,15 +139,14 @@ class Http:
         headers: Mapping[str, str] = {},
         sign: Callable[[bytes], Mapping[str, str]] | None = None,
     ) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise EngineError(f"{url!r} is no server; write http://HOST:PORT")
+        parts = _parts(url)
         self.url = url.rstrip("/")
         self._parts = parts
         self._timeout_s = timeout_s
         self._headers = dict(headers)
         self._sign = sign
         self._thread = CallThread(f"phasesync-http-{parts.netloc}")
+        self._aside = CallThread(f"phasesync-http-{parts.netloc}-aside")
 
     async def call(
         self,
@@ -148,8 +157,9 @@ class Http:
         body: object = None,
         headers: Mapping[str, str] = {},
         timeout_s: float | None = None,
+        aside: bool = False,
     ) -> Reply:
-        """The answer to one request, whatever its status.
+        """The answer to one request, whatever its status; `aside`, it waits for no other call.
 
         Raises:
             EngineLost: no answer came.
@@ -162,7 +172,8 @@ class Http:
             sent |= self._sign(content) if self._sign is not None else {}
         within = self._timeout_s if timeout_s is None else timeout_s
         try:
-            return await self._thread.run(lambda: self._ask(method, asked, content, sent, within))
+            thread = self._aside if aside else self._thread
+            return await thread.run(lambda: self._ask(method, asked, content, sent, within))
         except (OSError, http.client.HTTPException) as error:
             raise EngineLost(
                 f"{method} {self.url}{asked} got no answer ({type(error).__name__}: {error}); "
@@ -187,12 +198,33 @@ class Http:
             link.request(method, self._parts.path.rstrip("/") + path, content, dict(headers))
             answer = link.getresponse()
             text = answer.read().decode("utf-8", "replace")
+            if (elsewhere := answer.getheader("Location")) and 300 <= answer.status < 400:
+                # Not followed: a call that changes an engine goes to the server that was named.
+                text = f"the server redirects to {elsewhere}; give the URL that answers itself"
             return Reply(answer.status, _json(text), text)
         finally:
             link.close()
 
     def close(self) -> None:
         self._thread.close()
+        self._aside.close()
+
+
+def _parts(url: str) -> urllib.parse.SplitResult:
+    """The parts of a server's address; what else a URL may hold would be lost without a word."""
+    parts = urllib.parse.urlsplit(url)
+    shown = urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    try:
+        port_is_one = parts.port is None or parts.port > 0
+    except ValueError:
+        port_is_one = False
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_one:
+        raise EngineError(f"{shown!r} is no server; write http://HOST:PORT")
+    if "@" in parts.netloc:
+        raise EngineError(f"{shown!r} came with a user or password; give those as a header or key")
+    if parts.query or parts.fragment:
+        raise EngineError(f"{shown!r} asks for something; give the server's address alone")
+    return parts
 
 
 def _json(text: str) -> Any:

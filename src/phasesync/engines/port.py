@@ -44,6 +44,7 @@ DEADLINES_S: Mapping[str, float] = {
     "finish": 300.0,
     "abandon": 120.0,
     "flush": 60.0,
+    "raise_floor": 60.0,
 }
 
 
@@ -118,6 +119,7 @@ class LedgerPort:
             tags = await self._with_the_rest(tags, ticket)
         call = await self._call("release", tags=tags)
         await self._run(call, lambda: self._driver.release(tags))
+        self._warden.give_up()
 
     async def _with_the_rest(self, tags: tuple[Tag, ...], ticket: Ticket) -> tuple[Tag, ...]:
         """`tags`, with what the engine can release only together with them, mapped again."""
@@ -150,10 +152,10 @@ class LedgerPort:
     async def finish(self, version: Version) -> Evidence:
         async def commit() -> Evidence:
             evidence = await self._driver.finish(version)
-            if set(evidence.versions) - {str(version)}:
+            if set(evidence.versions) != {str(version)}:
                 raise EngineError(
                     f"{self._driver.name} was told version {version}; its ranks hold "
-                    f"{', '.join(map(str, evidence.versions))}"
+                    f"{', '.join(map(str, evidence.versions)) or 'nothing that they tell'}"
                 )
             return evidence
 
@@ -182,7 +184,16 @@ class LedgerPort:
         Raises:
             EngineError: the guard beside the engine could not be told. The floor here has risen.
         """
-        await self._driver.raise_floor(self._warden.raise_floor(floor))
+        floor = self._warden.raise_floor(floor)
+        within = self._deadlines_s["raise_floor"]
+        try:
+            async with asyncio.timeout(within):
+                await self._driver.raise_floor(floor)
+        except TimeoutError as error:
+            raise EngineError(
+                f"the guard of {self._driver.name} was not told within {within:g} s that the floor "
+                f"is {floor}; whether it knows is unknown"
+            ) from error
 
     async def spend(self, ticket: Ticket) -> None:
         """Refuse all tickets of this scope that are older than `ticket`, as recovery must."""
@@ -228,13 +239,18 @@ class LedgerPort:
 
     async def _run(self, call: Call, perform: Callable[[], Awaitable[T]]) -> T:
         self._check(call)
-        self._status = begun(self._status, call)
+        before = self._status
+        self._status = begun(before, call)
         try:
             async with asyncio.timeout(self._deadlines_s[call.name]) as clock:
                 value = await perform()
         except asyncio.CancelledError:
             # The engine may still be doing it.
             self._status = failed(self._status, call, "cancelled", outcome_known=False)
+            raise
+        except EngineRefused:
+            # The guard beside the engine, or the driver: the engine never heard of the call.
+            self._status = replace(before, gate=self._status.gate)
             raise
         except Exception as error:
             late = clock.expired()

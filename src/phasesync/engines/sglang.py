@@ -82,6 +82,11 @@ class SglangDriver:
     async def prepare(self) -> None:
         info = await self._ask("GET", "/server_info")
         self._release = str(info["version"]) if "version" in info else None
+        if "tp_size" not in info:
+            self._unverified.append(
+                "that this is one server and has one rank: /server_info tells no tp_size, as a "
+                "router's does not, which would send each call to another replica"
+            )
         sizes = [int(info.get(name) or 1) for name in ("tp_size", "pp_size", "dp_size")]
         self._ranks = sizes[0] * sizes[1] * sizes[2]
         if self._source == "tensor" and sizes[2] > 1:
@@ -174,6 +179,7 @@ class SglangDriver:
     ) -> Mapping[str, Any]:
         headers = ticket_headers(ticket)
         reply = await self._http.call(method, path, body=body, headers=headers)
+        reply.check_admitted()
         if not reply.ok or _denied(reply):
             raise EngineError(f"{method} {path}: {reply.why}")
         return reply.body if isinstance(reply.body, dict) else {}

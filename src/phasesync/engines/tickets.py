@@ -23,7 +23,8 @@ from phasesync.core.model import (
     Rank,
     Ticket,
 )
-from phasesync.engines.base import GROUND, Floor, Verdicts
+from phasesync.engines.base import GRAPHS, GROUND, KV_CACHE, Floor, Verdicts
+from phasesync.errors import EngineRefused
 
 __all__ = (
     "COLOCATED",
@@ -44,6 +45,10 @@ COLOCATED: Mapping[str, tuple[str, ...]] = {
     "cuda_graph": ("memory_released", "let_go"),
     "generate": ("ready_to_serve",),
 }
+
+
+# What must not be mapped twice by one fence with a release in between.
+_MAPPED = frozenset({KV_CACHE, GRAPHS})
 
 
 def ticket_text(ticket: Ticket) -> str:
@@ -122,6 +127,8 @@ class Warden:
         self._floor = floor
         self._newest: dict[tuple[int, str], int] = {}
         self._incarnations: dict[tuple[int, Rank], int] = {}
+        self._mapped: dict[tuple[int, str], int] = {}
+        self._given_up: dict[tuple[int, str], int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -142,8 +149,10 @@ class Warden:
 
     def spend(self, key: FenceKey) -> None:
         """Refuse from now on all tickets of `key.scope` that are older than `key`."""
+        verdict, _ = self._ask(key)
+        judged = verdict.arrivals if isinstance(verdict, Opened) else ()
         with self._lock:
-            self._note(key, _judged_by(self._asked(key)))
+            self._note(key, judged)
 
     def refusal(self, wanted: str, ticket: Ticket | None) -> str | None:
         """Why `ticket` does not allow `wanted`, or None; then the floor has risen to it.
@@ -159,32 +168,56 @@ class Warden:
             return f"{wanted!r} needs a ticket of fence {_either(fences)}; none was given"
         if not isinstance(ticket, Ticket):
             return f"{wanted!r} needs a ticket of fence {_either(fences)}; {ticket!r} is none"
+        if (reason := self._claims(wanted, fences, ticket)) is not None:
+            return reason
+        # Outside the lock: the fence may answer late, and the floor must be free to rise meanwhile.
+        verdict, unread = self._ask(ticket.key)
         with self._lock:
-            # The fence is asked last, and once: that may be a round trip, and the engine waits.
-            if (reason := self._claims(wanted, fences, ticket)) is not None:
-                return reason
-            verdict = self._asked(ticket.key)
-            judged = _judged_by(verdict)
-            reason = self._verdict(ticket, verdict) or self._replaced(ticket.key, judged)
+            judged = verdict.arrivals if isinstance(verdict, Opened) else ()
+            reason = (
+                self._claims(wanted, fences, ticket)
+                or unread
+                or self._disputed(ticket, verdict)
+                or self._replaced(ticket.key, judged)
+            )
             if reason is None:
                 self._floor = max(self._floor, Floor(ticket.key.attempt, ticket.epoch))
                 self._note(ticket.key, judged)
+                if wanted in _MAPPED:
+                    at = (ticket.key.attempt, ticket.key.scope)
+                    self._mapped[at] = max(self._mapped.get(at, -1), ticket.key.generation)
         return reason
+
+    def give_up(self) -> None:
+        """Memory was released: no ticket that mapped it before maps it again."""
+        with self._lock:
+            self._given_up = dict(self._mapped)
 
     def _learn(self, ticket: Ticket) -> None:
         ours = ticket.key.run == self.rules.run and ticket.key.scope in self._scopes
-        with self._lock:
-            if ours and self.rules.verdicts is not None:
-                verdict = self._asked(ticket.key)
-                if self._verdict(ticket, verdict) is None:
-                    self._note(ticket.key, _judged_by(verdict))
+        if not ours or self.rules.verdicts is None:
+            return
+        verdict, _ = self._ask(ticket.key)
+        if isinstance(verdict, Opened) and verdict.ticket == ticket:
+            with self._lock:
+                self._note(ticket.key, verdict.arrivals)
 
     @property
     def _scopes(self) -> tuple[str, str]:
         return ("world", self.rules.scope)
 
-    def _asked(self, key: FenceKey) -> FenceVerdict | None:
-        return None if self.rules.verdicts is None else self.rules.verdicts(key)
+    def _ask(self, key: FenceKey) -> tuple[FenceVerdict | None, str | None]:
+        """The fence's verdict, or None, and why it cannot be read where it cannot."""
+        if self.rules.verdicts is None:
+            return None, None
+        try:
+            return self.rules.verdicts(key), None
+        except EngineRefused as refused:
+            return None, str(refused)
+        except Exception as error:
+            # Any function may stand here, and a store raises what it likes. Unread is not good.
+            told = f"{type(error).__name__}: {error}"
+            return None, f"the verdict of {key.scope}, {key.generation} cannot be read ({told})"
 
     def _replaced(self, key: FenceKey, judged: tuple[Arrival, ...]) -> str | None:
         for arrival in judged:
@@ -213,9 +246,14 @@ class Warden:
                 f"the ticket is of generation {key.generation}; "
                 f"scope {key.scope!r} has come to {newest}"
             )
+        if wanted in _MAPPED and self._given_up.get((key.attempt, key.scope), -1) >= key.generation:
+            return (
+                f"a ticket as new as this (generation {key.generation}) has mapped memory that was "
+                "released since; after a release, a new fence must be passed"
+            )
         return None
 
-    def _verdict(self, ticket: Ticket, verdict: FenceVerdict | None) -> str | None:
+    def _disputed(self, ticket: Ticket, verdict: FenceVerdict | None) -> str | None:
         if self.rules.verdicts is None:
             return None
         key = ticket.key
@@ -252,11 +290,6 @@ class Warden:
     def _meet(self, attempt: int, rank: Rank, incarnation: int) -> None:
         at = (attempt, rank)
         self._incarnations[at] = max(self._incarnations.get(at, 0), incarnation)
-
-
-def _judged_by(verdict: FenceVerdict | None) -> tuple[Arrival, ...]:
-    """The arrivals that the fence judged, where its verdict tells them."""
-    return verdict.arrivals if isinstance(verdict, Opened) else ()
 
 
 def _either(fences: tuple[str, ...]) -> str:

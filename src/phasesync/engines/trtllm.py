@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from phasesync.core.model import Ticket, Version
-from phasesync.engines.base import KV_CACHE, WEIGHTS, Evidence, Floor, InFlight, Tag
+from phasesync.engines.base import KV_CACHE, WEIGHT_NAMES, WEIGHTS, Evidence, Floor, InFlight, Tag
 from phasesync.engines.calls import Http
 from phasesync.engines.gate import Late
 from phasesync.engines.guard import raise_floor_at
@@ -22,16 +22,9 @@ from phasesync.errors import EngineError, EngineRefused
 
 __all__ = ("WEIGHT_TAGS", "TrtllmDriver", "TrtllmEngine")
 
-WEIGHT_TAGS = (
-    "sampler",
-    "drafter",
-    "guided_decoder",
-    "spec_resource_manager",
-    "model_extra",
-    "executor_extra",
-    "model",
-    "draft_model",
-)
+# Newer servers keep the weights proper apart; older ones refuse a tag that they do not know.
+_NEWER = ("model_weights", "draft_model_weights")
+WEIGHT_TAGS = tuple(name for name in WEIGHT_NAMES if name not in _NEWER)
 _SIGNATURE = "x-trtllm-rl-control-auth"
 _ROUTES = ("/release_memory", "/resume_memory", "/update_weights")
 
@@ -57,6 +50,11 @@ class TrtllmDriver:
             "that no cached block outlives its weights: trtllm-serve has no route to reset its "
             "prefix cache; start it with enable_block_reuse: false",
         ]
+        if not set(weight_tags) & set(_NEWER):
+            self._unverified.append(
+                "that the tags released hold all weights: a server that keeps them under "
+                "'model_weights' needs weight_tags=(*WEIGHT_TAGS, 'model_weights')"
+            )
 
     @property
     def name(self) -> str:
@@ -126,6 +124,7 @@ class TrtllmDriver:
     async def _tell(self, path: str, body: Mapping[str, Any], ticket: Ticket | None = None) -> None:
         headers = ticket_headers(ticket)
         reply = await self._http.call("POST", path, body=body, headers=headers)
+        reply.check_admitted()
         said = reply.body.get("status") if isinstance(reply.body, dict) else None
         if not reply.ok or said != "success":
             raise EngineError(f"POST {path}: {reply.why}")

@@ -27,6 +27,7 @@ __all__ = ("Lora", "Rpc", "Session", "VllmDriver", "VllmEngine")
 KNOWN = tuple(f"0.{minor}" for minor in range(24, 34))
 _EMPTY = hashlib.sha256(b"").hexdigest()
 _EXTENSION = "phasesync_version"
+_DEATHS = frozenset({"EngineDeadError", "EngineGenerateError"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class VllmDriver:
         self._unverified: list[str] = []
         self._adapter: tuple[str, int, str] | None = None
         self._adapters = 0
+        self._version = Version(0)
 
     @property
     def name(self) -> str:
@@ -234,6 +236,7 @@ class VllmDriver:
             await self._call("pause_generation", mode="keep", **clear)
 
     async def begin(self, version: Version) -> None:
+        self._version = version
         match self._transfer:
             case Session():
                 await self._call("start_weight_update")
@@ -311,12 +314,12 @@ class VllmDriver:
             await self._call("update_weights", _request("Update", update_info=bucket))
 
     async def _add_adapter(self, name: str, folder: str) -> None:
-        self._adapters += 1
-        number, old = self._adapters, self._adapter
-        new = f"{name}@{number}"
+        old = self._adapter
+        new = f"{name}@{self._version}"
+        number = await self._free_number()
         if isinstance(self._way, ServerWay):
-            await self._call("load_lora_adapter", lora_name=new, lora_path=folder)
-            if old is not None:
+            await self._load_adapter(new, folder)
+            if old is not None and old[0] != new:
                 await self._call("unload_lora_adapter", lora_name=old[0])
         else:
             if not await self._call("add_lora", _lora(new, number, folder)):
@@ -324,6 +327,22 @@ class VllmDriver:
             if old is not None:
                 await self._call("remove_lora", old[1])
         self._adapter = (new, number, folder)
+
+    async def _load_adapter(self, name: str, folder: str) -> None:
+        try:
+            await self._call("load_lora_adapter", lora_name=name, lora_path=folder)
+        except EngineError as error:
+            # An attempt before this one got as far; what it loaded may be another version's start.
+            if "already been loaded" not in str(error):
+                raise
+            await self._call("unload_lora_adapter", lora_name=name)
+            await self._call("load_lora_adapter", lora_name=name, lora_path=folder)
+
+    async def _free_number(self) -> int:
+        """A number that no adapter has: one that has it would be served on, whatever is loaded."""
+        taken = await self._call("list_loras") if self._way.has("list_loras") else ()
+        self._adapters = max([self._adapters, *taken]) + 1
+        return self._adapters
 
     async def _committed(self, version: Version) -> tuple[str | None, ...]:
         if self._extension:
@@ -361,7 +380,8 @@ class VllmDriver:
         try:
             return await self._way.call(name, *args, **kwargs)
         except Exception as error:
-            if type(error).__name__ in ("EngineDeadError", "EngineGenerateError"):
+            # Ray hands over a class of its own that inherits from the engine's.
+            if any(kind.__name__ in _DEATHS for kind in type(error).__mro__):
                 raise EngineLost(f"the engine died; whether it did {name} is unknown") from error
             raise
 

@@ -208,6 +208,7 @@ class ServerWay:
         body = kwargs if name in _IN_BODY and method == "POST" else None
         query = [] if body is not None else _pairs(kwargs)
         reply = await self.http.call(method, path, query=query, body=body, headers=headers)
+        reply.check_admitted()
         if not reply.ok:
             raise EngineError(f"{method} {path}: {reply.why}")
         return _value(name, reply)
