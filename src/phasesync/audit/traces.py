@@ -17,6 +17,8 @@ __all__ = ("RawLine", "Trace", "header_of")
 _VERSION: Final = 1
 _FAR: Final = 1 << 53
 _JOINT_MAX: Final = 4096
+# What engines and trainers call the version of the weights.
+_VERSIONS: Final = ("weight_version", "weights_version", "model_version", "policy_version")
 _SUCCESS: Final = ("success", "returned", "ok")
 _NO_ERROR: Final = ("", "none", "null", "ok", "0", "no", "success")
 _STATUS: Final = ("http", "http_status", "status", "status_code")
@@ -145,6 +147,15 @@ def _says_failed(attrs: Mapping[str, Any], action: str) -> bool:
     return any(400 <= (number(attrs.get(name)) or 0) < 600 for name in _STATUS)
 
 
+def _one_name(attrs: dict[str, Any]) -> dict[str, Any]:
+    """With the weights' version under the name by which rules ask for it."""
+    if "version" not in attrs:
+        for name in _VERSIONS:
+            if name in attrs:
+                return {**attrs, "version": attrs[name]}
+    return attrs
+
+
 class Trace:
     """The events of one run in a trace file, read as they come; `problems` grows beside them.
 
@@ -254,7 +265,7 @@ class Trace:
             figure = number(epoch)
             whole = figure is not None and figure.is_integer() and abs(figure) < 1e15
             epoch = int(figure) if figure is not None and whole else None
-        attrs = attrs if isinstance(attrs, dict) else EMPTY
+        attrs = _one_name(attrs) if isinstance(attrs, dict) else EMPTY
         meant = means(phase)
         if kind == "end" and attrs and _says_failed(attrs, meant.action):
             kind = "fail"  # It came to an end, and says that it did not do its work.

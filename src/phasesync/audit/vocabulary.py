@@ -224,6 +224,11 @@ _BUCKET: Final = re.compile(r"(?:^|_)(?:b|bucket|p|chunk|slot|buf|part)_?(\d+)$"
 _COLLECTIVE: Final = re.compile(
     r"(all_?(reduce|gather|to_?all)|reduce_?scatter)(_|\Z)", re.IGNORECASE
 )
+# Who ends with one is one too: what is before it says what is moved by it.
+_ENDS_AS: Final = (
+    ("collective", re.compile(r"_(all_?(reduce|gather|to_?all)|reduce_?scatter)\Z", re.IGNORECASE)),
+    ("send", re.compile(r"_(broadcast|bcast)\Z", re.IGNORECASE)),
+)
 _SUFFIXES: Final = ("ing", "ed", "es", "s", "e")
 
 
@@ -254,6 +259,7 @@ _TAG_TABLE: Final = tuple(
 _ADAPTER: Final = frozenset(_stem(word) for word in _WORDS["adapter"].split())
 _STEPS: Final = frozenset(_stem(word) for word in ("forward", "step", "execute", "batch"))
 _MEMORY_WORD: Final = _stem("memory")
+_GATES: Final = frozenset({"init_group", "destroy_group", "fence", "wait", "poll", "abort"})
 _ENGINE_VERBS: Final = frozenset(
     _stem(word)
     for word in ["sleep", "wake", "wakeup", "awake", "resume", "onload", "occupation", "suspend"]
@@ -272,6 +278,8 @@ def meaning(phase: str) -> Meaning:
         if any(all(need & stems for need in way) for way in ways):
             action = name
             break
+    if action not in _GATES:
+        action = next((kind for kind, ends in _ENDS_AS if ends.search(phase)), action)
     if _COLLECTIVE.match(phase):
         action = "collective"
     part = "adapter" if stems & _ADAPTER else "base" if "bas" in stems else None
