@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 from phasesync.core.fence import judged_list, ticket_hash
 from phasesync.core.model import (
@@ -89,6 +89,13 @@ class FenceWorld:
         for rank in self.ranks:
             self.ends[rank] = self.make(self.run, rank, 0)
         await asyncio.gather(*(end.connect() for end in self.ends.values()))
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         await asyncio.gather(*(end.close() for end in (*self.ends.values(), *self.extra)))

@@ -42,11 +42,10 @@ def test_which_stores_need_threads(name: str, threads: int, tmp_path: Path) -> N
             return StoreFences(store, rank=rank, run=run, incarnation=incarnation)
 
         world = FenceWorld(make, 2)
-        await world.open()
-        got = await world.all_arrive(world.call(0))
-        assert all(isinstance(each, Opened) for each in got)
-        seen = [t for t in threading.enumerate() if t.name.startswith("phasesync.")]
-        await world.close()
+        async with world:
+            got = await world.all_arrive(world.call(0))
+            assert all(isinstance(each, Opened) for each in got)
+            seen = [t for t in threading.enumerate() if t.name.startswith("phasesync.")]
         assert len(seen) >= threads if threads else not seen, seen
         if hasattr(store, "list_keys"):
             assert not [key for key in store.list_keys() if "ps/" in key]
@@ -68,11 +67,10 @@ def test_no_thread_is_needed_whatever_the_prefixes_are(prefixes: tuple[str, ...]
             return StoreFences(store, rank=rank, run=run, incarnation=incarnation)
 
         world = FenceWorld(make, 2, run="né/w ~1")
-        await world.open()
-        assert [each._lines.are_direct for each in world.ends.values()] == [True, True]  # type: ignore[attr-defined]
-        got = await world.all_arrive(world.call(0))
-        assert all(isinstance(each, Opened) for each in got)
-        await world.close()
+        async with world:
+            assert [each._lines.are_direct for each in world.ends.values()] == [True, True]  # type: ignore[attr-defined]
+            got = await world.all_arrive(world.call(0))
+            assert all(isinstance(each, Opened) for each in got)
         assert not [key for key in base.list_keys() if "ps/" in key]
 
     asyncio.run(check())
@@ -103,11 +101,10 @@ def test_a_prefix_that_cannot_be_found_out_is_gone_by_with_threads(
             return StoreFences(store, rank=rank, run=run, incarnation=incarnation)
 
         world = FenceWorld(make, 2)
-        await world.open()
-        assert [each._lines.are_direct for each in world.ends.values()] == [False, False]  # type: ignore[attr-defined]
-        got = await world.all_arrive(world.call(0))
-        assert all(isinstance(each, Opened) for each in got)
-        await world.close()
+        async with world:
+            assert [each._lines.are_direct for each in world.ends.values()] == [False, False]  # type: ignore[attr-defined]
+            got = await world.all_arrive(world.call(0))
+            assert all(isinstance(each, Opened) for each in got)
 
     asyncio.run(check())
 

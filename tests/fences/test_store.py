@@ -46,13 +46,12 @@ def test_an_orderly_end_leaves_no_key_and_no_thread(store: Any) -> None:
 
     async def run() -> None:
         world = world_over(store)
-        await world.open()
-        for generation in range(25):
-            assert all(
-                isinstance(a, Opened) for a in await world.all_arrive(world.call(generation))
-            )
-            assert len(keys(store)) < 45
-        await world.close()
+        async with world:
+            for generation in range(25):
+                assert all(
+                    isinstance(a, Opened) for a in await world.all_arrive(world.call(generation))
+                )
+                assert len(keys(store)) < 45
 
     asyncio.run(run())
     assert keys(store) == []
@@ -97,8 +96,8 @@ def test_nobody_elses_connection_is_cut(store: Any, times: int) -> None:
 def test_connecting_and_leaving_without_a_fence_leaves_no_key(store: Any) -> None:
     async def run() -> None:
         world = world_over(store)
-        await world.open()
-        await world.close()
+        async with world:
+            pass
 
     asyncio.run(run())
     assert keys(store) == []
@@ -142,17 +141,16 @@ def test_a_late_incarnation_is_told_at_once_and_leaves_nothing(store: Any, gener
 
     async def run() -> None:
         world = world_over(store, 2)
-        await world.open()
-        for n in range(12):
-            await world.all_arrive(world.call(n))
-        late = StoreFences(store, rank=T0, run=world.run, incarnation=1)
-        await late.connect()
-        call = world.call(generation, deadline_s=60.0)
-        async with asyncio.timeout(20.0):
-            with pytest.raises(StaleArrival):
-                await late.arrive(call, arrives(call, T0, incarnation=1))
-        await late.close()
-        await world.close()
+        async with world:
+            for n in range(12):
+                await world.all_arrive(world.call(n))
+            late = StoreFences(store, rank=T0, run=world.run, incarnation=1)
+            await late.connect()
+            call = world.call(generation, deadline_s=60.0)
+            async with asyncio.timeout(20.0):
+                with pytest.raises(StaleArrival):
+                    await late.arrive(call, arrives(call, T0, incarnation=1))
+            await late.close()
 
     asyncio.run(run())
     assert keys(store) == []
@@ -161,10 +159,8 @@ def test_a_late_incarnation_is_told_at_once_and_leaves_nothing(store: Any, gener
 def test_every_endpoint_knows_the_same_start_of_the_store(store: Any) -> None:
     async def run() -> set[str | None]:
         world = world_over(store)
-        await world.open()
-        boots = {end.boot for end in world.ends.values() if isinstance(end, StoreFences)}
-        await world.close()
-        return boots
+        async with world:
+            return {end.boot for end in world.ends.values() if isinstance(end, StoreFences)}
 
     boots = asyncio.run(run())
     assert len(boots) == 1
@@ -185,8 +181,8 @@ def test_an_endpoint_is_of_one_attempt(store: Any) -> None:
 def test_a_closed_endpoint_says_so(store: Any) -> None:
     async def run() -> None:
         world = world_over(store, 1)
-        await world.open()
-        await world.close()
+        async with world:
+            pass
         with pytest.raises(StoreLost, match="the transport was closed"):
             await world.ends[T0].arrive(world.call(), arrives(world.call(), T0))
 
@@ -233,17 +229,16 @@ def test_a_host_may_have_any_name(store: Any) -> None:
 def test_nothing_is_kept_of_a_fence_at_which_somebody_failed(store: Any) -> None:
     async def run() -> None:
         world = world_over(store, 1)
-        await world.open()
-        end = world.ends[T0]
-        assert isinstance(end, StoreFences)
-        for generation in range(3):
-            call = world.call(generation)
-            watch = asyncio.ensure_future(end.watch(call)) if generation else None
-            await asyncio.sleep(0)
-            await end.fail(call, arrives(call, T0, cause=failure_of(T0)))
-            assert watch is None or isinstance(await watch, Broken)
-        assert end._slots.calls() == []
-        await world.close()
+        async with world:
+            end = world.ends[T0]
+            assert isinstance(end, StoreFences)
+            for generation in range(3):
+                call = world.call(generation)
+                watch = asyncio.ensure_future(end.watch(call)) if generation else None
+                await asyncio.sleep(0)
+                await end.fail(call, arrives(call, T0, cause=failure_of(T0)))
+                assert watch is None or isinstance(await watch, Broken)
+            assert end._slots.calls() == []
 
     asyncio.run(run())
 
@@ -256,12 +251,11 @@ def test_a_full_default_executor_holds_nobody_up(store: Any) -> None:
         for _ in range(64):
             loop.run_in_executor(None, release.wait)
         world = world_over(store)
-        await world.open()
-        since = time.monotonic()
-        got = await world.all_arrive(world.call())
-        took = time.monotonic() - since
-        assert all(isinstance(answer, Opened) for answer in got)
-        await world.close()
+        async with world:
+            since = time.monotonic()
+            got = await world.all_arrive(world.call())
+            took = time.monotonic() - since
+            assert all(isinstance(answer, Opened) for answer in got)
         release.set()
         return took
 
@@ -274,21 +268,20 @@ def test_cancelling_at_any_point_breaks_the_fence_or_finds_it_open(store: Any, s
 
     async def run() -> None:
         world = world_over(store, 2)
-        await world.open()
-        one, two = world.ranks
-        call = world.call(deadline_s=5.0)
-        first = asyncio.ensure_future(world.arrive(one, call))
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        first.cancel()
-        since = time.monotonic()
-        other = await world.arrive(two, call)
-        took = time.monotonic() - since
-        await asyncio.gather(first, return_exceptions=True)
-        assert first.cancelled() or isinstance(first.result(), Opened)
-        assert isinstance(other, Opened) or getattr(other, "cause").kind == "cancelled"  # noqa: B009
-        assert took < 4, "it broke at the deadline, not at the cancellation"
-        await world.close()
+        async with world:
+            one, two = world.ranks
+            call = world.call(deadline_s=5.0)
+            first = asyncio.ensure_future(world.arrive(one, call))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            first.cancel()
+            since = time.monotonic()
+            other = await world.arrive(two, call)
+            took = time.monotonic() - since
+            await asyncio.gather(first, return_exceptions=True)
+            assert first.cancelled() or isinstance(first.result(), Opened)
+            assert isinstance(other, Opened) or getattr(other, "cause").kind == "cancelled"  # noqa: B009
+            assert took < 4, "it broke at the deadline, not at the cancellation"
 
     asyncio.run(run())
 
@@ -296,17 +289,16 @@ def test_cancelling_at_any_point_breaks_the_fence_or_finds_it_open(store: Any, s
 def test_an_observer_may_tell_before_anybody_has_come(store: Any) -> None:
     async def run() -> None:
         world = world_over(store, 2)
-        await world.open()
-        one, two = world.ranks
-        observer = StoreFences.observer(store, run=world.run)
-        assert isinstance(observer, StoreObserver)
-        await observer.connect()
-        cause = RootCause(kind="dead", ranks=(two,), error="exit status 1")
-        await observer.report_lost(cause, incarnation=0)
-        answer = await world.arrive(one, world.call())
-        assert getattr(answer, "cause", None) == cause
-        await observer.close()
-        await world.close()
+        async with world:
+            one, two = world.ranks
+            observer = StoreFences.observer(store, run=world.run)
+            assert isinstance(observer, StoreObserver)
+            await observer.connect()
+            cause = RootCause(kind="dead", ranks=(two,), error="exit status 1")
+            await observer.report_lost(cause, incarnation=0)
+            answer = await world.arrive(one, world.call())
+            assert getattr(answer, "cause", None) == cause
+            await observer.close()
 
     asyncio.run(run())
 
@@ -314,20 +306,19 @@ def test_an_observer_may_tell_before_anybody_has_come(store: Any) -> None:
 def test_a_fork_is_told_to_make_its_own(store: Any) -> None:
     async def run() -> None:
         world = world_over(store, 1)
-        await world.open()
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                world.ends[T0]._check(world.call())  # type: ignore[attr-defined]
-            except PlanError as error:
-                os.write(write, str(error).encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert b"a fork has none of their threads" in os.read(read, 4096)
-        os.close(read)
-        os.close(write)
-        await world.close()
+        async with world:
+            read, write = os.pipe()
+            child = os.fork()
+            if child == 0:
+                try:
+                    world.ends[T0]._check(world.call())  # type: ignore[attr-defined]
+                except PlanError as error:
+                    os.write(write, str(error).encode())
+                os._exit(0)
+            os.waitpid(child, 0)
+            assert b"a fork has none of their threads" in os.read(read, 4096)
+            os.close(read)
+            os.close(write)
 
     asyncio.run(run())
 
@@ -344,10 +335,9 @@ def test_the_store_of_a_default_group_carries_fences_without_its_collectives() -
 
         async def run() -> None:
             world = world_over(default_store(), 3)
-            await world.open()
-            got = await world.all_arrive(world.call())
-            assert all(isinstance(answer, Opened) for answer in got)
-            await world.close()
+            async with world:
+                got = await world.all_arrive(world.call())
+                assert all(isinstance(answer, Opened) for answer in got)
 
         asyncio.run(run())
     finally:

@@ -73,9 +73,8 @@ def test_a_stranger_is_refused_and_logged_once(
                 ),
                 2,
             )
-            await world.open()
-            assert all([await world.all_arrive(world.call())])
-            await world.close()
+            async with world:
+                assert all([await world.all_arrive(world.call())])
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(knock())
@@ -176,12 +175,11 @@ def test_more_patience_for_a_wait_that_was_given_up_disturbs_nobody() -> None:
                 return TcpFences(server.address, rank=rank, run=run, token="secret")
 
             world = FenceWorld(make, 2)
-            await world.open()
-            for peer in server._peers:
-                peer._send(Answer(7, None, True, False, None), wire.encode(["wait", 1.0]))
-            got = await world.all_arrive(world.call(0))
-            assert all(isinstance(each, Opened) for each in got), got
-            await world.close()
+            async with world:
+                for peer in server._peers:
+                    peer._send(Answer(7, None, True, False, None), wire.encode(["wait", 1.0]))
+                got = await world.all_arrive(world.call(0))
+                assert all(isinstance(each, Opened) for each in got), got
 
     asyncio.run(check())
 
@@ -215,12 +213,11 @@ def test_a_fence_is_two_messages_a_rank(size: int, monkeypatch: pytest.MonkeyPat
                 ),
                 size,
             )
-            await world.open()
-            await world.all_arrive(world.call(0))
-            before = sent
-            await world.all_arrive(world.call(1))
-            after = sent
-            await world.close()
+            async with world:
+                await world.all_arrive(world.call(0))
+                before = sent
+                await world.all_arrive(world.call(1))
+                after = sent
             return after - before
 
     for module in ("coordinator", "tcp"):
@@ -290,13 +287,12 @@ def test_a_host_that_fell_silent_is_unavailable_and_not_dead() -> None:
                 return TcpFences(server.address, rank=rank, run=run, token="secret")
 
             world = FenceWorld(make, 2)
-            await world.open()
-            waiting, silent = world.ranks
-            (peer,) = (each for each in server._peers if each.rank == silent)
-            peer._transport._fatal_error(TimeoutError(110, "timed out"))  # type: ignore[attr-defined]
-            found = await asyncio.wait_for(world.arrive(waiting, world.call()), 10)
-            assert isinstance(found, FenceBroken)
-            assert (found.cause.kind, found.cause.ranks) == ("unavailable", (silent,))
-            await world.close()
+            async with world:
+                waiting, silent = world.ranks
+                (peer,) = (each for each in server._peers if each.rank == silent)
+                peer._transport._fatal_error(TimeoutError(110, "timed out"))  # type: ignore[attr-defined]
+                found = await asyncio.wait_for(world.arrive(waiting, world.call()), 10)
+                assert isinstance(found, FenceBroken)
+                assert (found.cause.kind, found.cause.ranks) == ("unavailable", (silent,))
 
     asyncio.run(check())

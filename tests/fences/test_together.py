@@ -105,18 +105,17 @@ def test_a_host_by_itself_asks_the_store_twelve_times_however_many_it_has(size: 
 
     async def check() -> None:
         world = world_of(tcp_store(), size)
-        await world.open()
-        generation = await pass_until_together(world)
-        generation = await pass_until_together(world, generation)
-        with counted() as (asked, said):
-            got = await world.all_arrive(world.call(generation))
-            assert all(isinstance(each, Opened) for each in got)
-            await asyncio.sleep(0.1)
-        assert asked["CompareSet"] == asked["Append"] == 1
-        assert asked["Wait"] == 0
-        assert messages(asked) == 14, asked
-        assert said == {"arrive": size - 1, "told": size - 1}
-        await world.close()
+        async with world:
+            generation = await pass_until_together(world)
+            generation = await pass_until_together(world, generation)
+            with counted() as (asked, said):
+                got = await world.all_arrive(world.call(generation))
+                assert all(isinstance(each, Opened) for each in got)
+                await asyncio.sleep(0.1)
+            assert asked["CompareSet"] == asked["Append"] == 1
+            assert asked["Wait"] == 0
+            assert messages(asked) == 14, asked
+            assert said == {"arrive": size - 1, "told": size - 1}
 
     asyncio.run(check())
 
@@ -126,17 +125,16 @@ def test_hosts_ask_the_store_once_each() -> None:
 
     async def check() -> None:
         world = world_of(tcp_store(), 8, hosts=4)
-        await world.open()
-        generation = await pass_until_together(world)
-        generation = await pass_until_together(world, generation)
-        with counted() as (asked, said):
-            got = await world.all_arrive(world.call(generation))
-            assert all(isinstance(each, Opened) for each in got)
-            await asyncio.sleep(0.1)
-        assert asked["Append"] == asked["Add"] == 4
-        assert messages(asked) <= 7 * 4 + 14, asked
-        assert said == {"arrive": 4, "told": 4}
-        await world.close()
+        async with world:
+            generation = await pass_until_together(world)
+            generation = await pass_until_together(world, generation)
+            with counted() as (asked, said):
+                got = await world.all_arrive(world.call(generation))
+                assert all(isinstance(each, Opened) for each in got)
+                await asyncio.sleep(0.1)
+            assert asked["Append"] == asked["Add"] == 4
+            assert messages(asked) <= 7 * 4 + 14, asked
+            assert said == {"arrive": 4, "told": 4}
 
     asyncio.run(check())
 
@@ -145,12 +143,11 @@ def test_a_threshold_above_the_host_lets_each_come_by_itself() -> None:
     async def check() -> None:
         for least in (0, 4):
             world = world_of(tcp_store(), 3, together_from=least)
-            await world.open()
-            generation = await pass_until_together(world)
-            with counted() as (asked, said):
-                await world.all_arrive(world.call(generation))
-            assert (asked["Append"], said["arrive"]) == (3, 0)
-            await world.close()
+            async with world:
+                generation = await pass_until_together(world)
+                with counted() as (asked, said):
+                    await world.all_arrive(world.call(generation))
+                assert (asked["Append"], said["arrive"]) == (3, 0)
 
     asyncio.run(check())
 
@@ -161,27 +158,26 @@ def test_who_hears_through_an_arrival_that_is_given_up_hears_all_the_same(how: s
 
     async def check() -> None:
         world = world_of(tcp_store(), 4)
-        await world.open()
-        generation = await pass_until_together(world)
-        old, new, *others = world.ranks
-        await world.ends[old].close()
-        await asyncio.sleep(0.2)
-        call = replace(world.call(generation), deadline_s=30.0)
-        leading = asyncio.ensure_future(world.ends[new].arrive(call, arrives(call, new)))
-        await asyncio.sleep(0.1)
-        waiting: list[Coroutine[Any, Any, Opened | Broken]]
-        if how == "cancelled":
-            waiting = [world.ends[r].arrive(call, arrives(call, r)) for r in others]
-        else:
-            waiting = [world.ends[r].watch(call) for r in (new, *others)]
-        told = [asyncio.ensure_future(each) for each in waiting]
-        await asyncio.sleep(0.2)
-        leading.cancel()
-        heard = await asyncio.wait_for(asyncio.gather(*told, return_exceptions=True), 10)
-        for each in heard:
-            assert isinstance(each, Broken | FenceBroken)
-            assert (each.cause.kind, each.cause.ranks) == ("cancelled", (new,))
-        await world.close()
+        async with world:
+            generation = await pass_until_together(world)
+            old, new, *others = world.ranks
+            await world.ends[old].close()
+            await asyncio.sleep(0.2)
+            call = replace(world.call(generation), deadline_s=30.0)
+            leading = asyncio.ensure_future(world.ends[new].arrive(call, arrives(call, new)))
+            await asyncio.sleep(0.1)
+            waiting: list[Coroutine[Any, Any, Opened | Broken]]
+            if how == "cancelled":
+                waiting = [world.ends[r].arrive(call, arrives(call, r)) for r in others]
+            else:
+                waiting = [world.ends[r].watch(call) for r in (new, *others)]
+            told = [asyncio.ensure_future(each) for each in waiting]
+            await asyncio.sleep(0.2)
+            leading.cancel()
+            heard = await asyncio.wait_for(asyncio.gather(*told, return_exceptions=True), 10)
+            for each in heard:
+                assert isinstance(each, Broken | FenceBroken)
+                assert (each.cause.kind, each.cause.ranks) == ("cancelled", (new,))
 
     asyncio.run(check())
 
@@ -189,19 +185,18 @@ def test_who_hears_through_an_arrival_that_is_given_up_hears_all_the_same(how: s
 def test_a_watch_through_the_leader_hears_a_break_before_anybody_arrives() -> None:
     async def check() -> None:
         world = world_of(tcp_store(), 4)
-        await world.open()
-        generation = await pass_until_together(world)
-        call = world.call(generation)
-        *watchers, sick = world.ranks
-        with counted() as (asked, said):
-            watches = [asyncio.ensure_future(world.ends[r].watch(call)) for r in watchers]
-            await asyncio.sleep(0.2)
-            assert (asked["Wait"], said["watch"]) == (1, 2), "one line of the host waits"
-        await world.ends[sick].fail(call, arrives(call, sick, cause=failure_of(sick)))
-        async with asyncio.timeout(5):
-            heard = await asyncio.gather(*watches)
-        assert {each.cause for each in heard if isinstance(each, Broken)} == {failure_of(sick)}
-        await world.close()
+        async with world:
+            generation = await pass_until_together(world)
+            call = world.call(generation)
+            *watchers, sick = world.ranks
+            with counted() as (asked, said):
+                watches = [asyncio.ensure_future(world.ends[r].watch(call)) for r in watchers]
+                await asyncio.sleep(0.2)
+                assert (asked["Wait"], said["watch"]) == (1, 2), "one line of the host waits"
+            await world.ends[sick].fail(call, arrives(call, sick, cause=failure_of(sick)))
+            async with asyncio.timeout(5):
+                heard = await asyncio.gather(*watches)
+            assert {each.cause for each in heard if isinstance(each, Broken)} == {failure_of(sick)}
 
     asyncio.run(check())
 
@@ -218,31 +213,30 @@ def test_a_leader_whose_connections_close_is_passed_by_at_once(watches: bool, le
 
     async def check() -> None:
         world = world_of(tcp_store(), 3)
-        await world.open()
-        generation = await pass_until_together(world)
-        call = world.call(generation)
-        first, *others = world.ranks
-        if leads:
-            first, others = others[0], [first, others[1]]
-        act = world.ends[others[0]].watch if watches else None
-        waiting: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(act(call) if act else world.arrive(others[0], call))
-        ]
-        await asyncio.sleep(0.1)
-        door = leader_of(world)._mates._leader
-        assert door is not None
-        door.close()
-        async with asyncio.timeout(5):
-            waiting += [
-                asyncio.ensure_future(world.arrive(rank, call)) for rank in (first, others[1])
+        async with world:
+            generation = await pass_until_together(world)
+            call = world.call(generation)
+            first, *others = world.ranks
+            if leads:
+                first, others = others[0], [first, others[1]]
+            act = world.ends[others[0]].watch if watches else None
+            waiting: list[asyncio.Future[Any]] = [
+                asyncio.ensure_future(act(call) if act else world.arrive(others[0], call))
             ]
-            if watches:
-                waiting.append(asyncio.ensure_future(world.arrive(others[0], call)))
-            got = await asyncio.gather(*waiting)
-        assert {type(each) for each in got} == {Opened}, got
-        following = await world.all_arrive(world.call(generation + 1))
-        assert {type(each) for each in following} == {Opened}
-        await world.close()
+            await asyncio.sleep(0.1)
+            door = leader_of(world)._mates._leader
+            assert door is not None
+            door.close()
+            async with asyncio.timeout(5):
+                waiting += [
+                    asyncio.ensure_future(world.arrive(rank, call)) for rank in (first, others[1])
+                ]
+                if watches:
+                    waiting.append(asyncio.ensure_future(world.arrive(others[0], call)))
+                got = await asyncio.gather(*waiting)
+            assert {type(each) for each in got} == {Opened}, got
+            following = await world.all_arrive(world.call(generation + 1))
+            assert {type(each) for each in following} == {Opened}
 
     asyncio.run(check())
 
@@ -254,23 +248,22 @@ def test_whoever_fails_is_named_with_its_phase_by_all_others(sick: int, stays: b
 
     async def check() -> None:
         world = world_of(tcp_store(), 4)
-        await world.open()
-        generation = await pass_until_together(world)
-        call = world.call(generation)
-        bad = world.ranks[sick]
-        others = [rank for rank in world.ranks if rank != bad]
-        early = [asyncio.ensure_future(world.arrive(rank, call)) for rank in others[:2]]
-        await asyncio.sleep(0.1)
-        assert await world.ends[others[2]].missing(call) == tuple(sorted({bad, others[2]}))
-        told = await world.ends[bad].fail(call, arrives(call, bad, cause=failure_of(bad)))
-        if not stays:
-            await world.ends[bad].close()
-        async with asyncio.timeout(5):
-            got = [*await asyncio.gather(*early), await world.arrive(others[2], call)]
-        for each in (told, *got):
-            assert isinstance(each, Broken | FenceBroken), each
-            assert each.cause == failure_of(bad)
-        await world.close()
+        async with world:
+            generation = await pass_until_together(world)
+            call = world.call(generation)
+            bad = world.ranks[sick]
+            others = [rank for rank in world.ranks if rank != bad]
+            early = [asyncio.ensure_future(world.arrive(rank, call)) for rank in others[:2]]
+            await asyncio.sleep(0.1)
+            assert await world.ends[others[2]].missing(call) == tuple(sorted({bad, others[2]}))
+            told = await world.ends[bad].fail(call, arrives(call, bad, cause=failure_of(bad)))
+            if not stays:
+                await world.ends[bad].close()
+            async with asyncio.timeout(5):
+                got = [*await asyncio.gather(*early), await world.arrive(others[2], call)]
+            for each in (told, *got):
+                assert isinstance(each, Broken | FenceBroken), each
+                assert each.cause == failure_of(bad)
 
     asyncio.run(check())
 
@@ -298,15 +291,14 @@ def test_who_leaves_begins_nothing_any_more() -> None:
 
     async def check() -> None:
         world = world_of(tcp_store(), 2)
-        await world.open()
-        await pass_until_together(world)
-        leaves = world.ends[world.ranks[1]]
-        assert isinstance(leaves, StoreFences)
-        leaves._look_again()
-        await leaves.close()
-        assert leaves._mates._followers == {}
-        assert not [task for task in asyncio.all_tasks() if "follows" in task.get_name()]
-        await world.close()
+        async with world:
+            await pass_until_together(world)
+            leaves = world.ends[world.ranks[1]]
+            assert isinstance(leaves, StoreFences)
+            leaves._look_again()
+            await leaves.close()
+            assert leaves._mates._followers == {}
+            assert not [task for task in asyncio.all_tasks() if "follows" in task.get_name()]
 
     asyncio.run(check())
 
@@ -358,25 +350,24 @@ def test_who_is_let_in_while_the_door_closes_is_cut() -> None:
 def test_a_stranger_at_the_door_is_refused_and_a_late_greeting_hurts_nobody() -> None:
     async def check() -> None:
         world = world_of(tcp_store(), 2)
-        await world.open()
-        generation = await pass_until_together(world)
-        door = leader_of(world)._mates._leader
-        assert door is not None
-        assert door._server is not None
-        path = door._server.sockets[0].getsockname()
-        for said in (b"x" * 44, door.greeting[:-1] + b"?", b"GET / HTTP/1.1\r\n" * 9):
-            end = socket.socket(socket.AF_UNIX)
-            end.connect(path)
-            end.sendall(said)
-            end.setblocking(False)
-            reader, writer = await asyncio.open_unix_connection(sock=end)
-            async with asyncio.timeout(5):
-                with suppress(ConnectionResetError):
-                    assert await reader.read() == b""
-            writer.close()
-        got = await world.all_arrive(world.call(generation))
-        assert {type(each) for each in got} == {Opened}
-        await world.close()
+        async with world:
+            generation = await pass_until_together(world)
+            door = leader_of(world)._mates._leader
+            assert door is not None
+            assert door._server is not None
+            path = door._server.sockets[0].getsockname()
+            for said in (b"x" * 44, door.greeting[:-1] + b"?", b"GET / HTTP/1.1\r\n" * 9):
+                end = socket.socket(socket.AF_UNIX)
+                end.connect(path)
+                end.sendall(said)
+                end.setblocking(False)
+                reader, writer = await asyncio.open_unix_connection(sock=end)
+                async with asyncio.timeout(5):
+                    with suppress(ConnectionResetError):
+                        assert await reader.read() == b""
+                writer.close()
+            got = await world.all_arrive(world.call(generation))
+            assert {type(each) for each in got} == {Opened}
 
     asyncio.run(check())
 
