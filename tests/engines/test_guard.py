@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -270,6 +270,38 @@ def test_the_calls_below_the_engine_are_guarded_down_to_its_executor(fences: Fen
                 wake()
         assert engine.simulated.calls == reached
         executor.wake_up(["weights"])
+
+    asyncio.run(story())
+
+
+class Decorated(AsyncSurface):
+    """Methods that do not look like what they return."""
+
+    def encode(self, prompt: str) -> Coroutine[Any, Any, list[str]]:
+        return self.twice(prompt)
+
+    def chat(self, prompt: str) -> AsyncGenerator[str]:
+        return AsyncSurface.generate(self, prompt, None, "0")
+
+    async def twice(self, prompt: str) -> list[str]:
+        return [await self.add_request(prompt), prompt]
+
+    async def add_request(self, prompt: str) -> str:
+        return f"queued {prompt}"
+
+
+def test_a_method_in_disguise_passes_its_own_calls(fences: Fences) -> None:
+    engine: Any = Decorated(simulated())
+    guarded(fences, engine)
+    ticket = fences.open("ready_to_serve")
+
+    async def story() -> None:
+        with pytest.raises(EngineRefused):
+            engine.encode("a")
+        assert await engine.encode("a", ticket=ticket) == ["queued a", "a"]
+        assert [text async for text in engine.chat("a", ticket=ticket)] == ["a@0"]
+        with pytest.raises(EngineRefused):
+            await engine.add_request("b")
 
     asyncio.run(story())
 

@@ -55,6 +55,45 @@ def test_the_port_keeps_every_promise(wrong_tag: str, ranks: int) -> None:
     run(check_engine_port(make, str))
 
 
+def test_a_port_that_fails_where_it_should_refuse_is_told_what_to_do_instead() -> None:
+    class Rude(LedgerPort):
+        async def load(self, bucket: object) -> None:
+            if (await self.status()).session is None:
+                raise KeyError("session")
+            await super().load(bucket)
+
+    async def make(given: TicketRules) -> LedgerPort:
+        return Rude(SimulatedDriver(engine()), tickets=given)
+
+    with pytest.raises(
+        AssertionError, match=r"bucket without a session raised KeyError: 'session'"
+    ):
+        run(check_engine_port(make, str))
+
+
+def test_a_ticket_maps_kv_once_for_each_release() -> None:
+    """A replay in the same epoch finds the memory in other hands."""
+    port = LedgerPort(SimulatedDriver(engine()), tickets=rules())
+    used = ticket("memory_released", generation=3)
+
+    async def story() -> None:
+        await port.pause()
+        for again in (False, True):
+            await port.release((WEIGHTS, KV_CACHE))
+            await port.resume(WEIGHTS, ticket("ready_for_weights", generation=3))
+            await port.begin(Version(1 + again))
+            await port.load(str(1 + again))
+            await port.finish(Version(1 + again))
+            if again:
+                with pytest.raises(EngineRefused, match="released since; after a release, a new"):
+                    await port.resume(KV_CACHE, used)
+                await port.resume(KV_CACHE, ticket("memory_released", generation=4))
+            else:
+                await port.resume(KV_CACHE, used)
+
+    run(story())
+
+
 def test_no_refused_call_reached_the_engine() -> None:
     simulated = engine()
     port = LedgerPort(SimulatedDriver(simulated), tickets=rules())

@@ -91,9 +91,10 @@ def test_who_met_beside_a_broken_fence_has_a_good_ticket() -> None:
 def test_a_store_that_is_frozen_refuses_and_does_not_hold_the_engine_up() -> None:
     with hosted() as host:
         dist: Any = import_module("torch.distributed")
-        verdicts = StoreVerdicts(dist.TCPStore("127.0.0.1", host.port), within_s=0.5)
+        store = dist.TCPStore("127.0.0.1", host.port)
+        verdicts = StoreVerdicts(store, within_s=0.5)
         key = FenceKey("run", 0, "world", 0)
-        assert verdicts(key) is None
+        assert StoreVerdicts(store)(key) is None
         os.kill(host.process.pid, signal.SIGSTOP)
         with pytest.raises(EngineRefused, match="no answer within"):
             verdicts(key)

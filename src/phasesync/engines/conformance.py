@@ -63,7 +63,7 @@ async def _refused(
     port: EnginePort, what: str, call: Coroutine[Any, Any, object], *said: str
 ) -> None:
     before = await port.status()
-    reason = await _reason(call)
+    reason = await _reason(what, call)
     assert reason is not None, f"{what} was not refused"
     for word in said:
         assert word in reason, f"the refusal of {what} does not say {word!r}: {reason}"
@@ -78,11 +78,16 @@ async def _refuses_while_serving(port: EnginePort) -> None:
     await _refused(port, "a flush while serving", port.flush(), "pause")
 
 
-async def _reason(call: Coroutine[Any, Any, object]) -> str | None:
+async def _reason(what: str, call: Coroutine[Any, Any, object]) -> str | None:
     try:
         await call
     except EngineRefused as refused:
         return str(refused)
+    except Exception as error:
+        raise AssertionError(
+            f"{what} raised {type(error).__name__}: {error}; it is to be refused with "
+            "EngineRefused, before the engine hears of it"
+        ) from error
     return None
 
 

@@ -161,7 +161,7 @@ _RELEASES = frozenset(
 )
 _SHUTS = _RELEASES | {"pause_generation", "pause_scheduler", "pause_scheduler_async"}
 # Where an engine keeps the object that its own wake goes through, and its requests.
-_INNER = ("llm_engine", "engine_core", "model_executor")
+_INNER = ("llm_engine", "engine_core", "model_executor", "tokenizer_manager")
 _INNER_ASKS = (
     "wake_up",
     "wake_up_async",
@@ -173,6 +173,9 @@ _INNER_ASKS = (
     "resume_scheduler_async",
     "call_utility",
     "call_utility_async",
+    "resume_memory_occupation",
+    "continue_generation",
+    "generate_request",
 )
 
 
@@ -345,11 +348,28 @@ class Guard:
             self._before(name, args, kwargs)
             token = _passing.set(True)
             try:
-                return method(*args, **kwargs)
+                answer = method(*args, **kwargs)
             finally:
                 _passing.reset(token)
+            # A decorated method may not look like what it returns.
+            return _streamed(answer) if inspect.isasyncgen(answer) else _passed(answer)
 
         return plain
+
+
+def _passed(answer: Any) -> Any:
+    """What a method returned; if it is yet to be awaited, its own calls pass meanwhile."""
+    if not inspect.iscoroutine(answer):
+        return answer
+
+    async def awaited() -> Any:
+        token = _passing.set(True)
+        try:
+            return await answer
+        finally:
+            _passing.reset(token)
+
+    return awaited()
 
 
 async def _streamed(answers: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
