@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,8 @@ def test_a_store_that_is_frozen_refuses_and_does_not_hold_the_engine_up() -> Non
         key = FenceKey("run", 0, "world", 0)
         assert StoreVerdicts(store)(key) is None
         os.kill(host.process.pid, signal.SIGSTOP)
+        while "State:\tT" not in Path(f"/proc/{host.process.pid}/status").read_text():
+            time.sleep(0.01)  # Until it stands still, it may answer.
         with pytest.raises(EngineRefused, match="no answer within"):
             verdicts(key)
 

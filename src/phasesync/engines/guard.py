@@ -352,13 +352,15 @@ class Guard:
             finally:
                 _passing.reset(token)
             # A decorated method may not look like what it returns.
-            return _streamed(answer) if inspect.isasyncgen(answer) else _passed(answer)
+            return _passed(answer)
 
         return plain
 
 
 def _passed(answer: Any) -> Any:
     """What a method returned; if it is yet to be awaited, its own calls pass meanwhile."""
+    if isinstance(answer, AsyncGenerator):
+        return _streamed(answer)
     if not inspect.iscoroutine(answer):
         return answer
 
