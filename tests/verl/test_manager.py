@@ -110,7 +110,7 @@ def manager(fails_in: str = "") -> tuple[Any, Replica, list[str]]:
     return CheckpointEngineManager(Config(), Senders(log), [replica]), replica, log
 
 
-@pytest.fixture(params=["off", "enforce"])
+@pytest.fixture(params=["off", "observe", "enforce"])
 def mode(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     integration.install(request.param, runs=str(tmp_path), run="job")
     yield request.param
@@ -125,14 +125,17 @@ def test_the_calls_are_verls_call_by_call(mode: str, tmp_path: Path) -> None:
         assert replica.has_kv
         assert replica.generates
         log.clear()
-    if mode == "enforce":
+    if mode != "off":
         assert verdict(tmp_path).verdict == "ok"
 
 
 @pytest.mark.parametrize(
-    ("fails_in", "generates"), [("update_weights", False), ("init_process_group", True)]
+    ("fails_in", "generates"),
+    [("update_weights", False), ("init_process_group", True), ("finalize", None)],
 )
-def test_a_failure_leaves_no_replica_without_kv(mode: str, fails_in: str, generates: bool) -> None:
+def test_a_failure_leaves_no_replica_without_kv(
+    mode: str, fails_in: str, generates: bool | None, tmp_path: Path
+) -> None:
     managed, replica, log = manager(fails_in)
     with pytest.raises(Exception, match=f"injected in {fails_in}") as caught:
         managed.update_weights(1)
@@ -141,8 +144,17 @@ def test_a_failure_leaves_no_replica_without_kv(mode: str, fails_in: str, genera
     )
     if fails_in == "update_weights":
         _rows[mode] = after
-    if mode == "off":
+    if mode != "enforce":
         assert (replica.has_kv, replica.generates) == (False, False)
+        assert not isinstance(caught.value, EpochFailed)
+        if mode == "observe":
+            found = verdict(tmp_path)
+            phase = {"init_process_group": "connect", "update_weights": "transfer"}
+            failed_in = phase.get(fails_in, fails_in)
+            assert found.verdict == "failure"
+            assert f"failed in {failed_in}:" in found.because
+        return
+    if generates is None:  # It never lets go of its buffers; how that ends is told further below.
         return
     failed = caught.value
     assert isinstance(failed, EpochFailed)
@@ -150,7 +162,7 @@ def test_a_failure_leaves_no_replica_without_kv(mode: str, fails_in: str, genera
     assert replica.has_kv
     assert replica.generates is generates, "partial weights serve nobody"
     assert log.count("finalize") == 1
-    if fails_in == "update_weights" and len(_rows) == 2:
+    if fails_in == "update_weights" and len(_rows) == 3:
         row(f"verl {RELEASE}", "disaggregated: the transfer raises", _rows["off"], _rows["enforce"])
 
 

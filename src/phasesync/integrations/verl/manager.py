@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from phasesync.errors import EngineError, EpochFailed
+from phasesync.integrations.verl.observer import ManagerObserver
 from phasesync.integrations.verl.place import run_name
 from phasesync.integrations.verl.settings import Settings
 from phasesync.runtime import RankRunner
@@ -42,18 +43,20 @@ _MANAGERS = count(1)  # A driver may have several managers; each has a run of it
 
 
 def manager_body(stock: Any, module: ModuleType, settings: Settings) -> Any:
-    """A body with the signature of `stock`; the naive backend and `observe` keep verl's own."""
+    """A body with the signature of `stock`; the naive backend keeps verl's own, which is watched
+    under `observe`."""
 
     @wraps(stock)
     async def update_weights(self: Any, global_steps: Any = None) -> Any:
-        if self.backend == "naive" or settings.mode != "enforce":
-            answer = stock(self, global_steps=global_steps)
-            return await answer if inspect.isawaitable(answer) else answer
         kept = getattr(self, _KEPT, None)
-        if kept is None:
-            kept = Disaggregated(self, module, settings)
+        if kept is None and self.backend != "naive":
+            run = f"{run_name(settings, None)}-driver-{next(_MANAGERS)}"
+            if settings.mode == "observe":
+                kept = ManagerObserver(self, stock, settings, run)
+            else:
+                kept = Disaggregated(self, module, settings, run)
             setattr(self, _KEPT, kept)
-        if await kept.is_ready():
+        if isinstance(kept, ManagerObserver) or (kept is not None and await kept.is_ready()):
             return await kept.update_weights(global_steps)
         answer = stock(self, global_steps=global_steps)
         return await answer if inspect.isawaitable(answer) else answer
@@ -66,12 +69,12 @@ def manager_body(stock: Any, module: ModuleType, settings: Settings) -> Any:
 class Disaggregated:
     """One manager's syncs. What a failure left is put back at once, not at the next call."""
 
-    def __init__(self, manager: Any, module: ModuleType, settings: Settings) -> None:
+    def __init__(self, manager: Any, module: ModuleType, settings: Settings, run: str) -> None:
         self._manager = manager
         self._module = module
         self._settings = settings
         self._runner: RankRunner | None = None
-        self._run = ""
+        self._run = run
         self._runners = 0
         self._gave_up = False
         self._global_steps: Any = None
@@ -101,7 +104,6 @@ class Disaggregated:
         return not self._gave_up
 
     async def _started(self) -> RankRunner:
-        self._run = self._run or f"{run_name(self._settings, None)}-driver-{next(_MANAGERS)}"
         known = ("release_kv",)
         runner = RankRunner(
             PROTOCOL,

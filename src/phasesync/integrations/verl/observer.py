@@ -7,13 +7,14 @@ What must survive edits: whatever is wrong with phasesync, its journal or its vi
 verl's body runs, once, and what it returns and raises is the answer.
 """
 
+import inspect
+import socket
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any, TypeVar
 
-from phasesync.core.model import Rank, RoleName
 from phasesync.core.plan import PLAN, Act, Plan, Step, Wait, resolve
 from phasesync.integrations.verl.place import (
     TorchDevice,
@@ -24,15 +25,26 @@ from phasesync.integrations.verl.place import (
 )
 from phasesync.integrations.verl.settings import Settings
 from phasesync.journal import Journal
+from phasesync.runtime import DevicePort, HostDevice
 from phasesync.runtime.agreeing import write_plan
 from phasesync.spec import load
 
-__all__ = ("Observer",)
+__all__ = ("ManagerObserver", "Observer")
 
 T = TypeVar("T")
 
 _PROTOCOL = "verl_stock"
-_DRIVER_JOINS = frozenset(("updated", "rollout_over", "asleep"))
+_DRIVER_JOINS = frozenset(("updated", "rollout_over", "asleep", "served"))
+_FLEET = "disagg_broadcast"
+#: Phases that are calls of Ray's, which nobody sees; where the second begins is seen.
+_UNSEEN = ("transfer", "finalize")
+#: The manager's calls that are phases.
+_STEPS = {
+    "abort_replicas": "pause",
+    "release_kv_cache_replicas": "release_kv",
+    "resume_kv_cache_replicas": "resume_kv",
+    "resume_generation_replicas": "resume_generation",
+}
 
 
 class Observer:
@@ -77,16 +89,77 @@ class Observer:
         plan = resolve(protocol, ranks, options, groups={"replica": groups})
         device = TorchDevice(self._module, rank)
         run = run_name(self._settings, store, alone=ranks == 1)
-        return _Notes(plan, rank, run, device, self._settings)
+        return _Notes(plan, rank, run, device, self._settings, ends_before="updated")
+
+
+class ManagerObserver:
+    """The driver's disaggregated syncs as verl makes them, written down."""
+
+    def __init__(self, manager: Any, stock: Any, settings: Settings, run: str) -> None:
+        self._manager = manager
+        self._stock = stock
+        self._settings = settings
+        self._run = run
+        self._notes: _Notes | None = None
+        self._blind = False
+
+    async def update_weights(self, global_steps: Any) -> Any:
+        """verl's own sync; whatever it does and raises is verl's."""
+        seen = self._look()
+        if seen is None:
+            return await self._of(self._manager, global_steps)
+        view, notes = seen
+        with notes.epoch():
+            return await self._of(view, global_steps)
+
+    async def _of(self, manager: Any, global_steps: Any) -> Any:
+        answer = self._stock(manager, global_steps=global_steps)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    def _look(self) -> "tuple[_View, _Notes] | None":
+        if self._blind:
+            return None
+        try:
+            notes = self._notes = self._notes or self._open()
+            manager = self._manager
+            steps = {
+                name: _noted_async(getattr(manager, name), notes, lambda phase=phase: (phase,))
+                for name, phase in _STEPS.items()
+            }
+            connect = _noted(manager.build_process_group, notes, "connect")
+            name = "actor_wg" if hasattr(manager, "actor_wg") else "trainer"  # verl 0.8
+            actors = _senders(getattr(manager, name), notes)
+            return _View(manager, build_process_group=connect, **steps, **{name: actors}), notes
+        except Exception as error:
+            self._blind = True
+            _say_blind(error)
+            return None
+
+    def _open(self) -> "_Notes":
+        plan = resolve(load(_FLEET), 1, {})
+        device = HostDevice(f"{socket.gethostname()}/cpu0")
+        return _Notes(
+            plan, 0, self._run, device, self._settings, ends_before="serve", unseen=_UNSEEN
+        )
 
 
 class _Notes:
     """The journal of one rank that is watched: where it stands in its program, and its lines."""
 
     def __init__(
-        self, plan: Plan, rank: int, run: str, device: TorchDevice, settings: Settings
+        self,
+        plan: Plan,
+        rank: int,
+        run: str,
+        device: DevicePort,
+        settings: Settings,
+        *,
+        ends_before: str,
+        unseen: tuple[str, ...] = (),
     ) -> None:
         self._plan = plan
+        self._unseen = unseen
+        self._ends_before = ends_before
         self._steps = plan.programs[rank]
         self._at = 0
         self._epoch = 0
@@ -96,7 +169,7 @@ class _Notes:
         self._journal = Journal(
             settings.folder,
             run=run,
-            rank=Rank(RoleName("trainer"), rank),
+            rank=plan.members[rank],
             ranks=len(plan.members),
             device=device.name,
             fsync=settings.fsync,
@@ -114,9 +187,20 @@ class _Notes:
             yield
         except BaseException as error:
             said = _said(error)
-            self._quietly(lambda: self._journal.write("epoch.end", level="error", **said))
+            self._quietly(lambda: self._has_failed(said))
             raise
         self._quietly(self._is_over)
+
+    def _has_failed(self, said: dict[str, str]) -> None:
+        step = self._steps[self._at]
+        if isinstance(step, Act) and step.phase in self._unseen:
+            self._journal.write("phase.start", phase=step.phase, caller="outside")
+            self._journal.write("phase.fail", level="error", phase=step.phase, **said)
+        self._journal.write("epoch.end", level="error", **said)
+
+    def reached(self, phase: str) -> None:
+        """What nobody sees begins, and what was before it is done."""
+        self._quietly(lambda: self._pass_by(self._first_of(phase)))
 
     def _begin(self) -> None:
         if self._epoch:
@@ -127,7 +211,7 @@ class _Notes:
         self._journal.write("epoch.begin")
 
     def _is_over(self) -> None:
-        self._pass_by(self._first_of_fence("updated"))
+        self._pass_by(self._end_of_call())
         self._journal.write("epoch.end")
 
     @contextmanager
@@ -173,12 +257,10 @@ class _Notes:
         names = [step.phase if isinstance(step, Act) else "" for step in self._steps]
         return names.index(name) if name in names else len(self._steps)
 
-    def _first_of_fence(self, name: str) -> int:
-        return next(
-            at
-            for at, step in enumerate(self._steps)
-            if isinstance(step, Wait) and step.fence == name
-        )
+    def _end_of_call(self) -> int:
+        """The first step that is the caller's again."""
+        names = [str(step.phase if isinstance(step, Act) else step.fence) for step in self._steps]
+        return names.index(self._ends_before)
 
     def _pass_by(self, until: int) -> None:
         """What lies between is done: its phases by the body, unseen, its fences by nobody."""
@@ -275,6 +357,17 @@ class _WorkerView(_View):
                 ),
             ),
         )
+
+
+def _senders(actors: Any, notes: _Notes) -> _View:
+    """The trainers' worker group: with the first call to finalize the transfer is over."""
+
+    def execute(method: Any, *arguments: Any, **named: Any) -> Any:
+        if "finalize" in method:
+            notes.reached("finalize")
+        return actors.execute_checkpoint_engine(method, *arguments, **named)
+
+    return _View(actors, execute_checkpoint_engine=execute)
 
 
 def _noted(call: Callable[..., Any], notes: _Notes, phase: str) -> Callable[..., Any]:
