@@ -14,7 +14,7 @@ from phasesync.engines.conformance import check_engine_port
 from phasesync.engines.sglang import SglangEngine
 from phasesync.engines.tickets import TicketRules
 from phasesync.engines.trtllm import WEIGHT_TAGS, TrtllmEngine
-from phasesync.engines.vllm import VllmEngine
+from phasesync.engines.vllm import Lora, VllmEngine
 from phasesync.errors import EngineError, EngineRefused
 
 from .servers import SglangServer, TrtllmServer, VllmServer
@@ -324,6 +324,38 @@ def test_a_trtllm_wake_that_does_not_fit_is_never_retried(serve: Any) -> None:
 
     run(story())
     assert server.count("/resume_memory") == 2
+
+
+def test_an_adapter_that_an_earlier_attempt_has_loaded_is_loaded_anew(serve: Any) -> None:
+    """The server refuses a name twice, and what it holds by that name may be older."""
+    server = serve(VllmServer("0.32.0"))
+    held: dict[str, str] = {"policy@1": "/of/an/attempt/before"}
+
+    def load(body: Any) -> Any:
+        if body["lora_name"] in held:
+            told = f"The lora adapter '{body['lora_name']}' has already been loaded."
+            return 400, {"error": {"message": told, "type": "InvalidUserInput"}}
+        held[body["lora_name"]] = body["lora_path"]
+        return 200, "Success"
+
+    def unload(body: Any) -> Any:
+        del held[body["lora_name"]]
+        return 200, "Success"
+
+    server.routes["POST", "/v1/load_lora_adapter"] = load
+    server.routes["POST", "/v1/unload_lora_adapter"] = unload
+    engine = VllmEngine(server.url, tickets=RULES, transfer=Lora(), level=1)
+
+    async def story() -> None:
+        await engine.pause()
+        for version in (1, 2):
+            await engine.begin(Version(version))
+            await engine.load(f"/adapters/{version}")
+            await engine.finish(Version(version))
+            assert held == {f"policy@{version}": f"/adapters/{version}"}
+        await engine.close()
+
+    run(story())
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "trtllm"])

@@ -78,6 +78,13 @@ def test_epochs_with_an_adapter_serve_exactly_base_plus_adapter(
         assert await engine.driver._call("list_loras") == {2}  # type: ignore[attr-defined]
         said.append(tokens(await engine.generate(**asked())))
         await engine.close()
+        # A leader that takes over makes a port of its own; adapter 2 is still loaded.
+        heir = VllmEngine(llm, tickets=fences.rules(), transfer=Lora(name="policy"), level=1)
+        for epoch in (2, 3):
+            await colocated_epoch(heir, fences, epoch, [str(folders[epoch % 2])])
+            asking = asked(lora_request=heir.lora_request)
+            said.append(tokens(await heir.generate(**asking)))
+        await heir.close()
         return said
 
-    assert run(story()) == [*right, models.say(0, PROMPT)]
+    assert run(story()) == [*right, models.say(0, PROMPT), *right]
