@@ -47,7 +47,7 @@ from phasesync.core.model import (
     RoleName,
     RootCause,
 )
-from phasesync.fences.doors import Hearer, keep_alive, shut
+from phasesync.fences.doors import keep_alive, shut
 
 __all__ = ("TcpCoordinator",)
 
@@ -206,7 +206,7 @@ class _Heard(NamedTuple):
     peer: "_Peer"
 
 
-class _Peer(Hearer):
+class _Peer(asyncio.Protocol):
     """One connection at the coordinator."""
 
     def __init__(self, coordinator: TcpCoordinator) -> None:

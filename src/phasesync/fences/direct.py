@@ -27,7 +27,7 @@ from phasesync.core.fence_keys import (
     Wait,
 )
 from phasesync.errors import StoreLost
-from phasesync.fences.doors import Hearer, keep_alive
+from phasesync.fences.doors import keep_alive
 from phasesync.fences.jobs import Job, settle
 
 __all__ = ("MARK", "DirectLine", "Way", "rehearsal")
@@ -162,7 +162,7 @@ def rehearsal(key: str, nonce: bytes) -> Steps:
     return (yield CompareSet(other, b"x", ahead=count)) == nonce + nonce and not (yield Get(count))
 
 
-class DirectLine(Hearer):
+class DirectLine(asyncio.Protocol):
     """One connection, which performs one job at a time.
 
     `done` is told what came of a job, and gets the line back.

@@ -1,5 +1,5 @@
 """Doors: sockets that listen, how to shut one so that nobody is left half inside, and connections:
-how to read from them, to hear of a host that is gone, and to let go of one in a fork.
+how to hear of a host that is gone, and to let go of one in a fork.
 
 What has been accepted becomes a connection a turn of the loop later. If its server is closed by
 then, asyncio drops it half made: the socket stays open until it is collected as garbage, and who
@@ -10,38 +10,12 @@ comes in between is its owner's to cut.
 import asyncio
 import os
 import socket
-from abc import abstractmethod
 from contextlib import suppress
 from typing import Any
 
-__all__ = ("Hearer", "keep_alive", "let_go", "shut")
+__all__ = ("keep_alive", "let_go", "shut")
 
 NO_READERS = (NotImplementedError, RuntimeError, ValueError)  # Some loops listen in their own way.
-
-ROOM_BYTES = 16 * 1024  # Of each connection; nearly all that is said at a fence is much shorter.
-
-
-class Hearer(asyncio.BufferedProtocol):
-    """A protocol that reads into memory of its own.
-
-    For each read of a plain protocol asyncio allocates 256 KiB and gives nearly all of it back.
-    Where the C library has such blocks mapped anew, that takes several times as long as the read.
-    """
-
-    _room: memoryview | None = None
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        if self._room is None:
-            self._room = memoryview(bytearray(ROOM_BYTES))
-        return self._room
-
-    def buffer_updated(self, nbytes: int) -> None:
-        assert self._room is not None, "asyncio asks for the buffer before it reads"
-        self.data_received(bytes(self._room[:nbytes]))
-
-    @abstractmethod
-    def data_received(self, data: bytes) -> None:
-        """What has been read."""
 
 
 def shut(server: asyncio.Server) -> None:

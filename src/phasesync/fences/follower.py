@@ -22,7 +22,7 @@ from phasesync.core.fence_messages import (
     members_hash,
 )
 from phasesync.core.model import Arrival, FenceCall, Rank
-from phasesync.fences.doors import Hearer, let_go
+from phasesync.fences.doors import let_go
 from phasesync.fences.leader import PONG, door_of
 
 __all__ = ("Follower",)
@@ -35,7 +35,7 @@ NO_ANSWERS = (wire.JsonError, FrameTooLong, LookupError, TypeError, ValueError)
 HearWord: TypeAlias = Callable[[Word | None], None]
 
 
-class Follower(Hearer):
+class Follower(asyncio.Protocol):
     """One rank's connection to one leader; `over` hears that it has ended."""
 
     def __init__(

@@ -30,7 +30,7 @@ from phasesync.core.fence_messages import (
 )
 from phasesync.core.fence_steps import UNJUDGED, Brought, bringing
 from phasesync.core.model import Arrival, FenceCall, FenceKey, Rank, RoleName
-from phasesync.fences.doors import Hearer, let_go, shut
+from phasesync.fences.doors import let_go, shut
 from phasesync.fences.jobs import settle
 from phasesync.fences.slots import HearVerdict, Slot, Slots
 
@@ -284,7 +284,7 @@ class _Reply:
             self(Word(None, False, verdict or UNJUDGED.verdict))
 
 
-class _Guest(Hearer):
+class _Guest(asyncio.Protocol):
     """The connection of another rank of this host."""
 
     def __init__(self, leader: Leader) -> None:

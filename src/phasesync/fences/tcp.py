@@ -29,7 +29,7 @@ from phasesync.core.model import Arrival, Broken, FenceCall, Opened, Rank, RootC
 from phasesync.errors import FenceBroken, PlanError, StaleArrival, StoreLost
 from phasesync.fences.base import Probe
 from phasesync.fences.coordinator import TcpCoordinator
-from phasesync.fences.doors import Hearer, keep_alive, let_go
+from phasesync.fences.doors import keep_alive, let_go
 from phasesync.fences.tcp_pulse import TcpPulse
 
 __all__ = ("TcpCoordinator", "TcpFences")
@@ -40,7 +40,7 @@ CONNECT_S = 30.0
 LATE_S = 0.2  # A timer that fires so late tells of the event loop, not of the coordinator.
 
 
-class TcpFences(Hearer):
+class TcpFences(asyncio.Protocol):
     """A rank's connection to the coordinator (see `fences.base.FenceTransport`)."""
 
     def __init__(
