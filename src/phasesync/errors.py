@@ -211,7 +211,9 @@ class EpochFailed(PhasesyncError):
     """An epoch failed. The same root cause on every rank; the rest says what to do now.
 
     `weights`, `kv` and `groups` are each `intact`, `unknown` or `lost`. `can_retry` is true where
-    the protocol's `recover` put every resource back, so that the epoch may run again.
+    the protocol's `recover` put every resource back, so that the epoch may run again. Where the
+    caller joins the ranks, that waits for all to be called again: `recovers_next` is true, what is
+    said of memory holds from then on, and a recovery that fails is raised there.
     """
 
     rank: Rank
@@ -224,6 +226,7 @@ class EpochFailed(PhasesyncError):
     can_retry: bool = False
     poisoned: tuple[str, ...] = ()
     late: tuple[RootCause, ...] = field(default=())
+    recovers_next: bool = False
 
     EXIT_CODE: ClassVar[int] = 75  # EX_TEMPFAIL: a supervisor may start the rank again
 
@@ -242,6 +245,7 @@ class EpochFailed(PhasesyncError):
             self.can_retry,
             self.poisoned,
             self.late,
+            self.recovers_next,
         )
 
     def __str__(self) -> str:
@@ -250,6 +254,8 @@ class EpochFailed(PhasesyncError):
     @property
     def advice(self) -> str:
         """What to do now, in a few words."""
+        if self.can_retry and self.recovers_next:
+            return "the next call recovers first; the epoch may run again"
         if self.can_retry:
             return "recovered; the epoch may run again"
         if self.cause.kind == "digest":

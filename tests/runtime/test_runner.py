@@ -305,6 +305,45 @@ def test_evidence_that_is_missing_breaks_the_fence(tmp_path: Path) -> None:
     assert not any(line.get("phase") == "resume_kv" for line in lines(tmp_path))
 
 
+@pytest.mark.parametrize("caller_joins", [True, False])
+def test_a_failure_says_whether_memory_is_back_or_will_be(
+    tmp_path: Path, caller_joins: bool
+) -> None:
+    sick = [True]
+
+    def offload() -> None:
+        if sick.pop():
+            raise RuntimeError("no room on the host")
+
+    protocol = load("colocated")
+    steps = (*protocol.steps, *protocol.recover)
+    names = [step.name for step in steps if isinstance(step, PhaseDecl)]
+
+    async def main() -> list[str]:
+        async with RankRunner(
+            protocol,
+            rank=0,
+            ranks=1,
+            actions={**dict.fromkeys(names, lambda: None), "offload": offload},
+            options={"replica_size": 1},
+            runs=tmp_path,
+            caller_joins=caller_joins,
+        ) as one:
+            with pytest.raises(EpochFailed) as caught:
+                await one.run_epoch()
+            failed = pickle.loads(pickle.dumps(caught.value))
+            assert (failed.can_retry, failed.recovers_next) == (True, caller_joins)
+            assert ("the next call recovers first" in str(failed)) == caller_joins
+            by_then = [line["event"] for line in lines(tmp_path)]
+            sick.append(False)
+            await one.run_epoch()
+            return by_then
+
+    by_then = asyncio.run(main())
+    assert ("recover.end" in by_then) != caller_joins
+    assert "recover.end" in [line["event"] for line in lines(tmp_path)]
+
+
 def test_a_phase_deadline_is_a_failure(tmp_path: Path) -> None:
     protocol = load("basic")
     steps = tuple(

@@ -279,6 +279,7 @@ def _one_failure(failures: Sequence[EpochFailed]) -> EpochFailed:
         can_retry=all(each.can_retry for each in failures),
         poisoned=tuple(sorted({group for each in failures for group in each.poisoned})),
         late=tuple(others),
+        recovers_next=any(each.recovers_next for each in failures),
     )
 
 

@@ -43,7 +43,8 @@ async def failed(walk: Walk, cause: RootCause) -> EpochFailed:
     behind = aftermath(walk.plan, walk.index, state, frozenset(walk.fences.passed), shut)
     walk.fences.gone = frozenset(to_replace(root)) | frozenset(to_replace(cause))
     walk.journal.write("epoch.end", level="error", error_type=root.error_type, error=describe(root))
-    recovered = recovery_is_due(walk) or await _recovered(walk)
+    is_due = recovery_is_due(walk)
+    recovered = is_due or await _recovered(walk)
     behind = put_back(walk.plan, behind) if recovered else behind
     return EpochFailed(
         walk.rank,
@@ -55,6 +56,7 @@ async def failed(walk: Walk, cause: RootCause) -> EpochFailed:
         groups="lost" if root.kind == "store_lost" else "intact",
         can_retry=recovered and not walk.fences.gone,
         poisoned=() if recovered else _own_groups(walk),
+        recovers_next=is_due,
     )
 
 
