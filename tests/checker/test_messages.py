@@ -21,7 +21,7 @@ from phasesync.checker.messages import (
 from phasesync.checker.search import Budget
 from phasesync.core.fence import decode_arrivals
 from phasesync.core.fence_keys import Read, Space, Verdict, Wait
-from phasesync.core.fence_steps import Passed, arriving, failing
+from phasesync.core.fence_steps import Passed, arriving, connecting, failing
 from phasesync.core.model import Arrival, FenceCall, RootCause
 
 from .lives import (
@@ -52,7 +52,7 @@ def explored(players: Cast) -> Explored:
     return explore_messages(players, STATES)
 
 
-@pytest.mark.parametrize(("at", "states", "ends"), [("store", 881, 16), ("hub", 35, 4)])
+@pytest.mark.parametrize(("at", "states", "ends"), [("store", 1_153, 16), ("hub", 35, 4)])
 def test_two_ranks_two_epochs_in_every_order(at: str, states: int, ends: int) -> None:
     found = explored(cast(2, 2, at=at))
     sound(found)
@@ -133,8 +133,12 @@ def test_a_rank_that_is_called_dead_and_lives_splits_no_verdict(at: str) -> None
 def test_a_late_failure_breaks_nothing_that_is_open() -> None:
     cause = RootCause(kind="cancelled", ranks=(ranks(2)[0],))
     late = replace(arrival(ranks(2)[0], 0), cause=cause, nonce="late")
-    more = (Process("late", lambda: failing(SPACE, call(2, 0), late)),)
-    sound(explored(cast(2, 2, more=more)))
+
+    def fails_late() -> Life:
+        yield from connecting(SPACE, late.rank, 0, nonce="late")
+        return (yield from failing(SPACE, call(2, 0), late))
+
+    sound(explored(cast(2, 2, more=(Process("late", fails_late),))))
     at_hub = (Process("late", lambda: iter_of(Arrives(call(2, 0), late))),)
     sound(explored(cast(2, 2, at="hub", more=at_hub)))
 
@@ -147,7 +151,7 @@ def test_a_restarted_rank_does_not_take_the_place_of_its_older_self(at: str, epo
 
 @pytest.mark.parametrize(
     ("crash", "patience", "states"),
-    [(before_it_arrives, True, 32_812), (in_the_second_epoch, False, 32_529)],
+    [(before_it_arrives, True, 59_204), (in_the_second_epoch, False, 46_341)],
 )
 def test_a_rank_restarted_in_the_second_of_two_epochs(
     crash: Moment, patience: bool, states: int
