@@ -52,7 +52,7 @@ def explored(players: Cast) -> Explored:
     return explore_messages(players, STATES)
 
 
-@pytest.mark.parametrize(("at", "states", "ends"), [("store", 1_153, 16), ("hub", 35, 4)])
+@pytest.mark.parametrize(("at", "states", "ends"), [("store", 1_177, 16), ("hub", 35, 4)])
 def test_two_ranks_two_epochs_in_every_order(at: str, states: int, ends: int) -> None:
     found = explored(cast(2, 2, at=at))
     sound(found)
@@ -151,7 +151,7 @@ def test_a_restarted_rank_does_not_take_the_place_of_its_older_self(at: str, epo
 
 @pytest.mark.parametrize(
     ("crash", "patience", "states"),
-    [(before_it_arrives, True, 59_204), (in_the_second_epoch, False, 46_341)],
+    [(before_it_arrives, True, 61_836), (in_the_second_epoch, False, 46_705)],
 )
 def test_a_rank_restarted_in_the_second_of_two_epochs(
     crash: Moment, patience: bool, states: int

@@ -309,3 +309,31 @@ def sleep(
             leave(run, rank, last)
     assert run.store.values == {}, (*said, sorted(run.store.values))
     return is_over
+
+
+def test_a_head_that_is_put_on_when_all_was_swept_begins_no_fence_anew() -> None:
+    """A second process of a rank decided, and is slow to tidy up; all have left by then."""
+    run = Run()
+    for rank in run.world.ranks:
+        run.do(connecting(SPACE, rank, 0, nonce=str(rank)))
+    call = run.world.call(0)
+    come = [run.arrive(call, run.world.arrival(rank, 0), register=True) for rank in run.others]
+    for each in come:
+        each.go()
+    own = run.world.arrival(run.sleeper, 0)
+    twin = run.arrive(call, replace(own, nonce="twin"), register=True)
+    verdict = SPACE.at("world", 0).verdict
+    while verdict not in run.store.values:
+        twin.go(1)
+    twin.go(2)  # It has seen that the fence is not over.
+    assert all(isinstance(each.go().answer, Opened) for each in come)
+    for rank in run.world.ranks:
+        leave(run, rank, 0)
+    assert run.store.values == {}
+    assert isinstance(twin.go().answer, Opened)
+    assert run.store.values == {SPACE.head("world"): b"0"}
+    late = run.arrive(call, own, register=False).go()
+    assert (late.answer, late.verdict.broken) == (None, None)
+    assert run.do(expiring(SPACE, call, writer(run.sleeper, 0), {}, own=own)) is None
+    leave(run, run.sleeper, 0)
+    assert run.store.values == {}

@@ -251,7 +251,7 @@ def _settling(space: Space, call: FenceCall, own: Verdict) -> Steps:
     last = yield Get(head)
     if winner != text:
         return Verdict.decode(winner)
-    if int(last) > call.key.generation if last else (yield Read(space.boot)) is None:
+    if (yield from _has_gone_on(space, call, last)):
         yield Delete(at.verdict)
         yield Delete(at.log)
         yield Delete(at.counter)
@@ -377,6 +377,17 @@ def _is_long_over(space: Space, call: FenceCall) -> Steps:
     return (yield Read(space.boot)) is None
 
 
+def _has_gone_on(space: Space, call: FenceCall, head: bytes | None) -> Steps:
+    """Whether a later fence has opened, or all have left.
+
+    Who decides puts the head on afterwards, and may be so late with it that all has been swept by
+    then: a head that is just here tells nothing.
+    """
+    if head and int(head) != call.key.generation:
+        return int(head) > call.key.generation
+    return (yield Read(space.boot)) is None
+
+
 def _is_tidied_up(space: Space, call: FenceCall) -> Steps:
     """Whether this fence is long over, and so is its verdict: nobody will decide it any more.
 
@@ -385,8 +396,7 @@ def _is_tidied_up(space: Space, call: FenceCall) -> Steps:
     """
     at = space.at(call.key.scope, call.key.generation)
     head = yield Read(space.head(call.key.scope))
-    is_over = int(head) > call.key.generation if head else (yield Read(space.boot)) is None
-    if not is_over or (yield Read(at.verdict)) is not None:
+    if not (yield from _has_gone_on(space, call, head)) or (yield Read(at.verdict)) is not None:
         return False
     yield Delete(at.log)
     yield Delete(at.counter)
@@ -457,8 +467,8 @@ def collecting(space: Space, call: FenceCall, opened_before: int | None) -> Step
     The head goes on after the verdict, so that a sleeper does not set it back. `opened_before` is
     the last fence that was tidied up after, where that is known.
     """
-    yield Put(space.head(call.key.scope), str(call.key.generation).encode())
     scope, now = call.key.scope, call.key.generation
+    yield Put(space.head(scope), str(now).encode())
     first = max(now - COLLECTED_MAX, opened_before or 0, 0)
     for generation in range(first, now):
         yield Delete(space.at(scope, generation).log)

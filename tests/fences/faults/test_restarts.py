@@ -13,4 +13,4 @@ from tests.checker.lives import restarted
 def test_a_rank_that_is_restarted_in_any_of_two_epochs() -> None:
     found = explore_messages(restarted(2))
     assert (found.wrong, found.path) == (None, ())
-    assert (found.states, found.ends) == (1_689_459, 1478)
+    assert (found.states, found.ends) == (1_792_135, 1478)
