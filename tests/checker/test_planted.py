@@ -17,7 +17,7 @@ from phasesync.checker.search import Budget
 from phasesync.core.fence import Waiting, judge
 from phasesync.core.fence_hub import Hub, Instance
 from phasesync.core.fence_keys import Add, Append, CompareSet, Put, Wait
-from phasesync.core.fence_steps import Passed, arriving, failing
+from phasesync.core.fence_steps import Passed, arriving, connecting, failing
 from phasesync.core.kernel import NO_FAULTS, Faults
 from phasesync.core.model import Arrival, FenceCall, RootCause
 from phasesync.core.plan import Defect, Plan, Step, resolve
@@ -125,6 +125,7 @@ def test_a_missing_failure_status_in_the_fence() -> None:
         return "passed beside a failure" if passed else None
 
     def fails() -> Life:
+        yield from connecting(SPACE, second, 0, nonce="sick")
         yield from failing(SPACE, call(2, 0), sick)
 
     def keeps_quiet() -> Life:
