@@ -2,11 +2,10 @@
 
 import asyncio
 import os
-import secrets
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +18,9 @@ from tests.fences.faults.ranks import (
     Life,
     Report,
     Started,
-    board,
     endpoint_of,
     listen,
+    lives_of,
     play,
     started,
     until_entered,
@@ -39,20 +38,12 @@ def host() -> Iterator[Host]:
         yield host
 
 
-@contextmanager
-def lives(host: Host, common: Mapping[str, Any] | None = None, **bad: Any) -> Iterator[list[Life]]:
+def lives(
+    host: Host, common: Mapping[str, Any] | None = None, **bad: Any
+) -> AbstractContextManager[list[Life]]:
     """Four ranks with what they have in `common`; the victim also gets what is `bad`."""
-    with board() as name:
-        base = Life(
-            number=0,
-            size=SIZE,
-            run=secrets.token_hex(4),
-            transport="store",
-            address=host.address,
-            board=name,
-            **(common or {}),
-        )
-        yield [replace(base, number=n, **(bad if n == VICTIM else {})) for n in range(SIZE)]
+    here = {"transport": "store", "address": host.address, **(common or {})}
+    return lives_of(SIZE, VICTIM, bad, **here)
 
 
 def survivors(begun: Sequence[Started]) -> list[Report]:

@@ -3,13 +3,11 @@
 import asyncio
 import logging
 import os
-import secrets
 import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from phasesync.core.model import Opened, Rank, RoleName
 from phasesync.errors import FenceBroken, PlanError, StoreLost
 from phasesync.fences.tcp import TcpCoordinator, TcpFences
 from phasesync.testing import FenceWorld, arrives, failure_of
-from tests.fences.faults.ranks import Life, board, listen, started, until_entered
+from tests.fences.faults.ranks import Life, listen, lives_of, started, until_entered
 from tests.fences.processes import Host, hosted, rank_of, tcp_host
 
 T0 = Rank(RoleName("trainer"), 0)
@@ -231,20 +229,10 @@ def host() -> Iterator[Host]:
         yield host
 
 
-@contextmanager
-def lives(host: Host, *, deadline_s: float, **bad: Any) -> Iterator[list[Life]]:
+def lives(host: Host, *, deadline_s: float, **bad: Any) -> AbstractContextManager[list[Life]]:
     """Four ranks; the victim gets what is `bad`."""
-    with board() as name:
-        base = Life(
-            number=0,
-            size=SIZE,
-            run=secrets.token_hex(4),
-            transport="tcp",
-            address=host.address,
-            board=name,
-            deadline_s=deadline_s,
-        )
-        yield [replace(base, number=n, **(bad if n == VICTIM else {})) for n in range(SIZE)]
+    here = {"transport": "tcp", "address": host.address, "deadline_s": deadline_s}
+    return lives_of(SIZE, VICTIM, bad, **here)
 
 
 def test_a_killed_rank_is_known_at_once_without_a_launcher(host: Host) -> None:

@@ -6,16 +6,14 @@ Prints one JSON object. Whoever calls this has started Ray's nodes, with a resou
 """
 
 import json
-import secrets
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 from tests.fences.faults.matrix import Member
-from tests.fences.faults.ranks import Life, Record, board, until_entered
+from tests.fences.faults.ranks import Record, lives_of, until_entered
 from tests.workers import PATHS
 
 SIZE = 4
@@ -29,24 +27,14 @@ def main(address: str, link: str, patience_s: float) -> dict[str, Any]:
         logging_level="ERROR",
         runtime_env={"env_vars": PATHS},
     )
-    with board() as name:
-        life = Life(
-            number=0,
-            size=SIZE,
-            run=secrets.token_hex(4),
-            transport="ray",
-            address=None,
-            board=name,
-            deadline_s=60.0,
-        )
-        lives = [replace(life, number=n) for n in range(SIZE)]
-        lives[3] = replace(lives[3], act="late", late_s=60.0)
+    late = {"act": "late", "late_s": 60.0}
+    with lives_of(SIZE, 3, late, transport="ray", address=None, deadline_s=60.0) as lives:
         member = ray.remote(num_cpus=0)(Member)
         places = ["near", "near", "far", "far"]
         actors = [member.options(resources={place: 1}).remote() for place in places]
         ray.get([actor.seen.remote() for actor in actors], timeout=120)
         answers = [actor.live.remote(each) for actor, each in zip(actors, lives, strict=True)]
-        until_entered(life, SIZE - 1)
+        until_entered(lives[0], SIZE - 1)
         cut = time.monotonic()
         subprocess.run(["ip", "link", "set", link, "down"], check=True)
         ray.get(answers[:2], timeout=90)

@@ -5,7 +5,7 @@ import gc
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,9 @@ from tests.fences.faults.ranks import (
     Life,
     Record,
     Report,
-    board,
     endpoint_of,
     live,
+    lives_of,
     together,
     until_entered,
 )
@@ -66,20 +66,9 @@ def actors(ray: Any, standing: dict[Rank, Any]) -> dict[Rank, Any]:
     return standing
 
 
-@contextmanager
-def lives(**bad: Any) -> Iterator[list[Life]]:
+def lives(**bad: Any) -> AbstractContextManager[list[Life]]:
     """A life for each rank; the victim gets what is `bad`."""
-    with board() as name:
-        base = Life(
-            number=0,
-            size=SIZE,
-            run=secrets.token_hex(4),
-            transport="ray",
-            address=None,
-            board=name,
-            deadline_s=20.0,
-        )
-        yield [replace(base, number=n, **(bad if n == VICTIM else {})) for n in range(SIZE)]
+    return lives_of(SIZE, VICTIM, bad, transport="ray", address=None, deadline_s=20.0)
 
 
 def begin(actors: dict[Rank, Any], of: Sequence[Life]) -> list[Any]:

@@ -221,12 +221,11 @@ _TAG_WORDS: Final[tuple[tuple[str, str], ...]] = (
 _SPLIT: Final = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 _BUCKET: Final = re.compile(r"(?:^|_)(?:b|bucket|p|chunk|slot|buf|part)_?(\d+)$")
 # Who begins with a collective's name is one, whatever else it is about.
-_COLLECTIVE: Final = re.compile(
-    r"(all_?(reduce|gather|to_?all)|reduce_?scatter)(_|\Z)", re.IGNORECASE
-)
+_COLLECTIVES: Final = r"(all_?(reduce|gather|to_?all)|reduce_?scatter)"
+_COLLECTIVE: Final = re.compile(rf"{_COLLECTIVES}(_|\Z)", re.IGNORECASE)
 # Who ends with one is one too: what is before it says what is moved by it.
 _ENDS_AS: Final = (
-    ("collective", re.compile(r"_(all_?(reduce|gather|to_?all)|reduce_?scatter)\Z", re.IGNORECASE)),
+    ("collective", re.compile(rf"_{_COLLECTIVES}\Z", re.IGNORECASE)),
     ("send", re.compile(r"_(broadcast|bcast)\Z", re.IGNORECASE)),
 )
 _SUFFIXES: Final = ("ing", "ed", "es", "s", "e")

@@ -27,6 +27,7 @@ from phasesync.core.fence_messages import members_hash
 from phasesync.core.model import Broken, FenceCall, Opened, Rank, RoleName, Ticket
 
 __all__ = (
+    "NOT_THERE",
     "REPORTER",
     "Add",
     "Append",
@@ -52,6 +53,7 @@ __all__ = (
     "writer",
 )
 
+NOT_THERE = "(not there)"  # What a store answers for a missing key, where it is asked for this.
 REPORTER = "observer"  # Writes verdicts on behalf of who reports a loss, and is no member.
 
 

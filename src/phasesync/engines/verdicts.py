@@ -12,7 +12,7 @@ from typing import Any
 
 from phasesync.core import wire
 from phasesync.core.fence import cause_from_json, ticket_hash
-from phasesync.core.fence_keys import REPORTER, Registered, Space, Verdict
+from phasesync.core.fence_keys import NOT_THERE, REPORTER, Registered, Space, Verdict
 from phasesync.core.fence_steps import judged_in
 from phasesync.core.model import (
     Arrival,
@@ -37,7 +37,6 @@ _DECIDED = b'"fence.decide"'
 
 
 _EVERY_S = 0.002
-_NOT_THERE = "(not there)"
 
 
 class StoreVerdicts:
@@ -125,8 +124,8 @@ class StoreVerdicts:
         """What is there now; a missing key answers with what was expected of it."""
         if not self._store.check([key]):
             return None
-        value: bytes = self._store.compare_set(key, _NOT_THERE, _NOT_THERE)
-        return None if value == _NOT_THERE.encode() else value
+        value: bytes = self._store.compare_set(key, NOT_THERE, NOT_THERE)
+        return None if value == NOT_THERE.encode() else value
 
 
 class JournalVerdicts:

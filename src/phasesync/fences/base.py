@@ -9,8 +9,14 @@ import typing
 
 from phasesync.core.fence_beats import Ask, Beat
 from phasesync.core.model import Arrival, Broken, FenceCall, Opened, Rank, RootCause
+from phasesync.errors import PlanError
 
-__all__ = ("FenceTransport", "Heartbeats", "Probe")
+__all__ = ("FenceTransport", "Heartbeats", "Probe", "connected_already")
+
+
+def connected_already(rank: Rank | None) -> PlanError:
+    """What `connect` raises the second time."""
+    return PlanError(f"the fences of {rank} are connected: make others to connect anew")
 
 
 class FenceTransport(typing.Protocol):

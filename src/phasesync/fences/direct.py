@@ -14,6 +14,7 @@ from struct import Struct
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from phasesync.core.fence_keys import (
+    NOT_THERE,
     Add,
     Append,
     CompareSet,
@@ -40,7 +41,7 @@ MARK = (socket.SO_KEEPALIVE, 1)
 _LENGTH = Struct("=Q")
 _NUMBER = Struct("=q")
 _MAGIC = Struct("=BI").pack(0, 0x3C85F7CE)
-_NOT_THERE = b"(not there)"
+_NOT_THERE = NOT_THERE.encode()
 
 
 # The store's requests, by their first byte.

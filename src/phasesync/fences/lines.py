@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from phasesync.core.fence_keys import (
+    NOT_THERE,
     Add,
     Append,
     CompareSet,
@@ -56,7 +57,6 @@ POLLED_WAIT_S = 1.0  # One blocking wait on a store without a socket, which it c
 REHEARSAL_S = 10.0  # To find out whether one can do without threads; else there are threads.
 CLONES_MAX = 8  # So often a client is made anew, until its socket is told from others.
 LINES_AT_START = 2  # One to wait, one to break what is waited for.
-NOT_THERE = "(not there)"
 INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 

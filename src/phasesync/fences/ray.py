@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from phasesync.core.model import Arrival, Broken, FenceCall, Opened, Rank, RootCause
 from phasesync.errors import PlanError, RankLost, StoreLost
-from phasesync.fences.base import Probe
+from phasesync.fences.base import Probe, connected_already
 from phasesync.fences.driver import CANCEL_S, Joined, cause_of, in_thread, join
 from phasesync.fences.tcp import TcpCoordinator, TcpFences
 
@@ -140,7 +140,7 @@ class RayFences:
 
     async def connect(self) -> None:
         if self._inner is not None:
-            raise PlanError(f"the fences of {self.rank} are connected: make others to connect anew")
+            raise connected_already(self.rank)
         try:
             async with asyncio.timeout(CONNECT_S):
                 address, token = await self._find()

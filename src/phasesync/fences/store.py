@@ -49,7 +49,7 @@ from phasesync.core.model import (
     RootCause,
 )
 from phasesync.errors import FenceBroken, PlanError, StaleArrival, StoreLost
-from phasesync.fences.base import Probe
+from phasesync.fences.base import Probe, connected_already
 from phasesync.fences.deadline import Deadline
 from phasesync.fences.follower import Follower
 from phasesync.fences.host import TOGETHER_FROM, Host
@@ -159,7 +159,7 @@ class StoreFences:
 
     async def connect(self) -> None:
         if self.boot is not None:
-            raise PlanError(f"the fences of {self.rank} are connected: make others to connect anew")
+            raise connected_already(self.rank)
         await self._lines.straighten()
         nonce = secrets.token_hex(8)
         steps = connecting(self._space, self.rank, self._incarnation, nonce=nonce)

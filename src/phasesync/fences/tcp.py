@@ -27,7 +27,7 @@ from phasesync.core.fence_messages import (
 )
 from phasesync.core.model import Arrival, Broken, FenceCall, Opened, Rank, RootCause
 from phasesync.errors import FenceBroken, PlanError, StaleArrival, StoreLost
-from phasesync.fences.base import Probe
+from phasesync.fences.base import Probe, connected_already
 from phasesync.fences.coordinator import TcpCoordinator
 from phasesync.fences.doors import keep_alive, let_go
 from phasesync.fences.tcp_pulse import TcpPulse
@@ -80,7 +80,7 @@ class TcpFences(asyncio.Protocol):
 
     async def connect(self) -> None:
         if self._transport is not None:
-            raise PlanError(f"the fences of {self.rank} are connected: make others to connect anew")
+            raise connected_already(self.rank)
         loop = asyncio.get_running_loop()
         self._lost = None
         host, port = self._address

@@ -9,6 +9,7 @@ import asyncio
 import math
 import mmap
 import os
+import secrets
 import signal
 import struct
 import threading
@@ -147,6 +148,14 @@ def board() -> Iterator[str]:
     with NamedTemporaryFile(prefix="phasesync-board-") as file:
         file.truncate(8 * GENERATIONS_MAX * 64)
         yield file.name
+
+
+@contextmanager
+def lives_of(size: int, victim: int, bad: Mapping[str, Any], **common: Any) -> Iterator[list[Life]]:
+    """So many ranks with what they have in common; the victim also gets what is `bad`."""
+    with board() as name:
+        base = Life(number=0, size=size, run=secrets.token_hex(4), board=name, **common)
+        yield [replace(base, number=n, **(bad if n == victim else {})) for n in range(size)]
 
 
 def enter(life: Life, generation: int) -> None:
